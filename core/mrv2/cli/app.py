@@ -1,0 +1,160 @@
+"""The table of commands, their lazy loading, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from mrv2.errors import CommandLineError, Mrv2Error
+from mrv2.version import __version__
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command without its code.
+
+    Args:
+        target: `module:function`, imported when the command runs. The function's parameters are typer's; it
+            returns its exit code, or None for 0.
+        summary: one sentence.
+        examples: two, whole command lines.
+        wrong: what exit code 1 means; empty: it never comes.
+    """
+
+    target: str
+    summary: str
+    examples: tuple[str, str]
+    wrong: str = ""
+
+    @property
+    def help(self) -> str:
+        """Summary, examples, exit codes."""
+        codes = ["0 done", "2 wrong use or input", f"{INTERRUPTED} stopped by Ctrl-C"]
+        if self.wrong:
+            codes.insert(1, f"1 {self.wrong}")
+        # A paragraph that starts with a backspace keeps its line breaks.
+        examples = "\n".join(["\b", "Examples:", *(f"  {example}" for example in self.examples)])
+        return "\n\n".join([self.summary, examples, f"Exit codes: {', '.join(codes)}."])
+
+
+COMMANDS: Mapping[str, Command] = {
+    "list": Command(
+        "mrv2.cli.list:command",
+        "List the installed adapters without importing any of them.",
+        ("mrv2 list", "mrv2 list --json"),
+    ),
+    "show": Command(
+        "mrv2.cli.show:command",
+        "Show one adapter: manifest, and which code supplies each hook and each method of its model state.",
+        ("mrv2 show llama", "mrv2 show acme --adapter ./acme.py --json"),
+    ),
+    "doctor": Command(
+        "mrv2.cli.doctor:command",
+        "Take every adapter, or one, through all stages up to its model class, and say what is wrong.",
+        ("mrv2 doctor", "mrv2 doctor qwen --json"),
+        wrong="an adapter or the environment is broken",
+    ),
+    "explain": Command(
+        "mrv2.cli.explain:command",
+        "Explain an error code, or list all of them.",
+        ("mrv2 explain MRV2-101", "mrv2 explain --json"),
+    ),
+    "catalog": Command(
+        "mrv2.cli.catalog:command",
+        "List the adapters that catalogues know, and how to install them.",
+        ("mrv2 catalog", "MRV2_CATALOG=team.json mrv2 catalog --json"),
+    ),
+}
+"""Every command, in the order of the help."""
+
+
+_ROOT_HELP = "Model-family adapters: list and prove them, and run their models. Each command has its own --help."
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are names and help texts until one of them is run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Replace the placeholder by the real command. Completion passes here too."""
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        return (name, placeholder, rest) if name is None else (name, load(name), rest)
+
+
+def load(name: str) -> Any:
+    """Import one command and build it."""
+    entry = COMMANDS[name]
+    module, _, function = entry.target.partition(":")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name=name, help=entry.help)(getattr(importlib.import_module(module), function))
+    return typer.main.get_command(app)
+
+
+def build() -> LazyGroup:
+    """The root group, with placeholders for commands."""
+    app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, help=_ROOT_HELP)
+    app.callback()(_root)
+    root = typer.main.get_command(app)
+    assert isinstance(root, LazyGroup)
+    for name, entry in COMMANDS.items():
+        root.add_command(TyperCommand(name, help=entry.summary, rich_markup_mode=None))
+    return root
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True),
+) -> None:
+    if version:
+        typer.echo(f"mrv2 {__version__}")
+        raise typer.Exit
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code. All errors of users end here."""
+    if not argv:
+        run(["--help"])
+        return 2
+    as_json = "--json" in argv
+    try:
+        code = build().main(args=list(argv), prog_name="mrv2", standalone_mode=False)
+        sys.stdout.flush()
+    except Mrv2Error as error:
+        return _report(error, as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has left (`mrv2 list | head -1`); nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail to flush when it ends
+        return 0
+    except Exception as error:
+        usage = _usage_message(error)
+        if usage is None:
+            raise
+        return _report(CommandLineError(usage, where="mrv2 " + " ".join(argv), fix="see --help"), as_json=as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _usage_message(error: Exception) -> str | None:
+    # typer raises the exceptions of click, or of its own copy of click; both have this method, nothing else has.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        return str(error.format_message())
+    return None
+
+
+def _report(error: Mrv2Error, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": error.to_dict()}, indent=2))
+    else:
+        print(error, file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,236 @@
+"""What `mrv2 generate` runs: jobs from a prompt or a JSONL file, a stream, or a batch with progress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mrv2.errors import EngineError, InputFileError, Mrv2Error
+from mrv2.runner.llm import LLM, Message, Prompt
+from mrv2.runner.results import RequestOutput
+from mrv2.sample.params import SamplingParams
+
+LINE_KEYS = frozenset({"id", "prompt", "messages"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request of a run, or what is wrong with its line."""
+
+    line: int  # 1-based
+    id: Any = None  # the caller's own, given back
+    prompt: Prompt | None = None
+    messages: Sequence[Message] | None = None
+    params: SamplingParams
+    error: Mrv2Error | None = None
+
+
+def read_stdin() -> str:
+    """The prompt from standard input.
+
+    Raises:
+        InputFileError: it is a terminal, or not UTF-8.
+    """
+    if sys.stdin.isatty():
+        raise InputFileError("there is no prompt", where="mrv2 generate", fix="give PROMPT, --input, or pipe a text in")
+    return _decode(sys.stdin.buffer.read(), "standard input")
+
+
+def jobs_from_text(text: str, params: SamplingParams, *, chat: bool, system: str | None) -> list[Job]:
+    """One job from one prompt."""
+    return [Job(line=1, params=params, **_content(text, chat=chat, system=system))]
+
+
+def jobs_from_file(path: Path, params: SamplingParams, *, chat: bool, system: str | None) -> list[Job]:
+    """One job a line; a wrong line becomes a job with an error, so that the others run.
+
+    A line is a JSON object with `prompt` (text or token ids) or `messages`, an `id` to be given back, and
+    any field of `SamplingParams`; or just a JSON string. Empty lines are skipped.
+
+    Raises:
+        InputFileError: the file can't be read, or is not UTF-8.
+    """
+    try:
+        text = _decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputFileError(str(error), where=str(path), fix="check the path and its permissions") from error
+    jobs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                jobs.append(_parse_line(number, line, params, chat=chat, system=system))
+            except Mrv2Error as error:
+                jobs.append(Job(line=number, params=params, error=_at_line(error, path, number)))
+    if not jobs:
+        raise InputFileError("the file has no lines", where=str(path), fix='write {"prompt": "…"} lines')
+    return jobs
+
+
+def run_stream(llm: LLM, job: Job, *, show_pieces: bool) -> int:
+    """Print one answer, as it comes or at its end, and statistics on stderr."""
+    prompt = _prompt(llm, job)
+    if llm.model.tokenizer is None:
+        result = llm.generate(prompt, job.params)[0]
+        print(" ".join(str(t) for t in result.outputs[0].token_ids))
+    else:
+        result = asyncio.run(_print_pieces(llm, prompt, job.params, show_pieces=show_pieces))
+    print(_statistics([result], result.timing.total_time), file=sys.stderr)
+    return 0
+
+
+async def _print_pieces(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_pieces: bool) -> RequestOutput:
+    async for piece in llm.stream(prompt, params):
+        if show_pieces:
+            print(piece.text, end="", flush=True)
+        if piece.finished is not None:
+            print("" if show_pieces else piece.finished.outputs[0].text)
+            return piece.finished
+    raise EngineError("the stream ended without a result", where="mrv2 generate", fix="report this as a bug")
+
+
+def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: bool) -> int:
+    """Run all jobs as one batch; results as JSON in the order of the input, each as soon as its turn comes.
+
+    Returns:
+        2 if a line was wrong, else 0.
+    """
+    start = time.monotonic()
+    errors: dict[int, Mrv2Error] = {}
+    futures = {}
+    for job in jobs:
+        try:
+            if job.error is not None:
+                raise job.error
+            futures[job.line] = llm.submit([_prompt(llm, job)], job.params)[0]
+        except EngineError:
+            raise
+        except Mrv2Error as error:
+            if single:
+                raise
+            errors[job.line] = error
+            print(error, file=sys.stderr)
+    results: list[RequestOutput] = []
+    with _opened(output) as out, _progress(len(jobs)) as advance:
+        for job in jobs:
+            record: dict[str, Any] = {} if single else {"line": job.line, "id": job.id}
+            if job.line in errors:
+                record["error"] = errors[job.line].to_dict()
+            else:
+                results += llm.wait([futures[job.line]])
+                record |= _record(llm, results[-1])
+            print(json.dumps(record, ensure_ascii=False, indent=2 if single else None), file=out, flush=True)
+            advance()
+    print(_statistics(results, time.monotonic() - start), file=sys.stderr)
+    return 2 if errors else 0
+
+
+def _record(llm: LLM, result: RequestOutput) -> dict[str, Any]:
+    return {"model": str(llm.model.config.path.name), "adapter": llm.model.adapter} | result.to_dict()
+
+
+def _prompt(llm: LLM, job: Job) -> Prompt:
+    if job.messages is not None:
+        return llm.chat_prompt(job.messages)
+    assert job.prompt is not None
+    return job.prompt
+
+
+def _content(prompt: Any, *, chat: bool, system: str | None) -> dict[str, Any]:
+    if not chat:
+        return {"prompt": prompt}
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*before, {"role": "user", "content": prompt}]}
+
+
+def _parse_line(number: int, line: str, defaults: SamplingParams, *, chat: bool, system: str | None) -> Job:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputFileError(f"not JSON: {error.msg} at column {error.colno}", fix="one JSON object a line") from error
+    record = {"prompt": record} if isinstance(record, str) else record
+    if not isinstance(record, Mapping) or ("prompt" in record) == ("messages" in record):
+        raise InputFileError("neither `prompt` nor `messages`, or both", fix='write {"prompt": "…"}')
+    known = SamplingParams.field_names()
+    unknown = sorted(set(record) - LINE_KEYS - known)
+    if unknown:
+        raise InputFileError(f"unknown keys: {', '.join(unknown)}", fix=f"use {', '.join(sorted(LINE_KEYS | known))}")
+    content = _line_content(record, chat=chat, system=system)
+    try:
+        params = replace(defaults, **{k: v for k, v in record.items() if k in known})
+    except TypeError as error:  # a value of a type that the field's check can't even look at
+        raise InputFileError(str(error), fix="see SamplingParams") from error
+    return Job(line=number, id=record.get("id"), params=params, **content)
+
+
+def _line_content(record: Mapping[str, Any], *, chat: bool, system: str | None) -> dict[str, Any]:
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise InputFileError("`messages` is no list of {role, content}", fix="see the chat format")
+        return {"messages": messages}
+    prompt = record["prompt"]
+    ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+    if not isinstance(prompt, str) and not ids:
+        raise InputFileError("`prompt` is neither text nor a list of token ids", fix='write {"prompt": "…"}')
+    return {"prompt": prompt} if ids else _content(prompt, chat=chat, system=system)
+
+
+def _at_line(error: Mrv2Error, path: Path, number: int) -> Mrv2Error:
+    return type(error)(error.what, where=f"{path}, line {number}", fix=error.fix)
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise InputFileError(
+            f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}, line {line}",
+            where=where,
+            fix="save the text as UTF-8",
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputFileError(str(error), where=str(path), fix="give a path that can be written") from error
+    with file:
+        yield file
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on a terminal's stderr, nothing in a pipe."""
+    if total < 2 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _statistics(results: Sequence[RequestOutput], seconds: float) -> str:
+    generated = sum(r.usage.generated_tokens for r in results)
+    prompt = sum(r.usage.prompt_tokens for r in results)
+    cached = sum(r.usage.cached_tokens for r in results)
+    rate = generated / seconds if seconds else 0.0
+    return (
+        f"[{len(results)} request{'s' if len(results) != 1 else ''}: {prompt} prompt tokens ({cached} cached), "
+        f"{generated} generated in {seconds:.2f} s, {rate:.1f} tokens/s]"
+    )

@@ -1,0 +1,127 @@
+"""`mrv2 generate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mrv2.cli.options import Adapters, Json
+
+if TYPE_CHECKING:
+    from mrv2.cli.batch import Job
+    from mrv2.runner.llm import LLM
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, hub id, or a bundled name: smollm2.")]
+PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="Text; without it, standard input is read.")]
+Input = Annotated[Path | None, typer.Option("--input", "-i", help="JSONL: a prompt or messages on each line.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results here instead of standard output.")]
+Chat = Annotated[bool, typer.Option("--chat/--raw", help="Wrap the prompt in the chat template, or take it as it is.")]
+System = Annotated[str | None, typer.Option("--system", help="System message, with --chat.")]
+Stream = Annotated[
+    bool | None, typer.Option("--stream/--no-stream", help="Print as it is generated; default on a terminal.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
+TopP = Annotated[float, typer.Option("--top-p")]
+MinP = Annotated[float, typer.Option("--min-p")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Makes the draws repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop string; can be repeated.")]
+StopIds = Annotated[list[int] | None, typer.Option("--stop-token-id", help="Can be repeated.")]
+Logprobs = Annotated[int | None, typer.Option("--logprobs", help="Top log-probabilities per token, with --json.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:0 …")]
+MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Most tokens of one request.")]
+MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests at once.")]
+MaxNumTokens = Annotated[int, typer.Option("--max-num-tokens", help="Most tokens in one step.")]
+KvMemory = Annotated[int | None, typer.Option("--kv-memory", help="Bytes for the KV cache.")]
+PrefixCaching = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching")]
+
+
+def command(
+    model: Model,
+    prompt: PromptText = None,
+    input: Input = None,
+    output: Output = None,
+    chat: Chat = False,
+    system: System = None,
+    stream: Stream = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopIds = None,
+    logprobs: Logprobs = None,
+    ignore_eos: IgnoreEos = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 64,
+    max_num_tokens: MaxNumTokens = 2048,
+    kv_memory: KvMemory = None,
+    prefix_caching: PrefixCaching = True,
+    adapter: Adapters = None,
+    json: Json = False,
+) -> int:
+    """Generate text."""
+    from mrv2.cli.batch import jobs_from_file, jobs_from_text, read_stdin, run_batch, run_stream
+    from mrv2.errors import CommandLineError
+    from mrv2.sample.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        logprobs=logprobs,
+        ignore_eos=ignore_eos,
+    )
+    for clash, what in (
+        (prompt is not None and input is not None, "a PROMPT and --input"),
+        (system is not None and not chat, "--system without --chat"),
+        (
+            bool(stream) and (json or input is not None or output is not None),
+            "--stream with --json, --input or --output",
+        ),
+        (logprobs is not None and not (json or input is not None), "--logprobs without --json"),
+    ):
+        if clash:
+            raise CommandLineError(f"{what} can't go together", where="mrv2 generate", fix="leave one of them out")
+    jobs: list[Job]
+    if input is not None:
+        jobs = jobs_from_file(input, params, chat=chat, system=system)
+    else:
+        jobs = jobs_from_text(read_stdin() if prompt is None else prompt, params, chat=chat, system=system)
+    llm = _load(
+        model,
+        adapter,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        kv_memory=kv_memory,
+        prefix_caching=prefix_caching,
+    )
+    with llm:
+        if input is None and output is None and not json:
+            show_pieces = sys.stdout.isatty() if stream is None else stream
+            return run_stream(llm, jobs[0], show_pieces=show_pieces)
+        return run_batch(llm, jobs, output, single=input is None)
+
+
+def _load(model: str, adapters: list[str] | None, **settings: object) -> LLM:
+    from mrv2.runner.llm import LLM
+
+    return LLM(model, adapters=adapters or (), **settings)

@@ -1,0 +1,474 @@
+"""Every error a user can meet, each with a stable code.
+
+A message answers four questions: *what* is wrong, *where* it comes from, *how to fix it*, and where to
+read more. `mrv2 explain CODE` prints the class documentation; `docs/errors.md` is generated from it.
+Codes are never reused: 1xx adapters and registry, 2xx checkpoints, configs and tokenizers, 3xx layers and
+kernels, 4xx requests and the runner, 5xx command line and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+DOCS_URL = "https://mrv2.readthedocs.io/errors"
+
+
+class Mrv2Error(Exception):
+    """Base of all typed errors.
+
+    Args:
+        what: what is wrong, with the offending names and values.
+        where: distribution and version, entry point, file, request or option it comes from.
+        fix: what the reader can do now.
+    """
+
+    code: ClassVar[str] = "MRV2-000"
+    title: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [f"{self.code} {self.title}: {self.what}"]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        lines.append(f"  more:  mrv2 explain {self.code}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries (workers, plug-ins); the default would lose the keyword fields.
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+    def to_dict(self) -> dict[str, str]:
+        """The error for `--json` output."""
+        return {
+            "code": self.code,
+            "title": self.title,
+            "what": self.what,
+            "where": self.where,
+            "fix": self.fix,
+            "docs": f"{DOCS_URL}#{self.code.lower()}",
+        }
+
+
+def _rebuild(cls: type[Mrv2Error], what: str, where: str, fix: str) -> Mrv2Error:
+    return cls(what, where=where, fix=fix)
+
+
+def all_error_classes() -> Iterator[type[Mrv2Error]]:
+    """All error classes of the core, by code."""
+    found: list[type[Mrv2Error]] = []
+    todo: list[type[Mrv2Error]] = [Mrv2Error]
+    while todo:
+        cls = todo.pop()
+        for sub in cls.__subclasses__():
+            todo.append(sub)
+            if sub.__module__ == __name__:
+                found.append(sub)
+    yield from sorted(found, key=lambda c: c.code)
+
+
+# ---- 1xx: adapters and registry ----------------------------------------------------------------------------
+
+
+class UnknownArchitectureError(Mrv2Error):
+    """No adapter in this environment serves the architecture or model type that a checkpoint's config names.
+
+    The message lists what the installed adapters do serve. An install hint is given only when a catalogue
+    (the core's own, or files named in `MRV2_CATALOG`) knows a distribution for it; names are never guessed.
+    Install that distribution, or give your own adapter with `--adapter ./folder`.
+    """
+
+    code = "MRV2-101"
+    title = "unknown architecture"
+
+
+class SettingError(Mrv2Error):
+    """An `MRV2_*` environment variable has a value that makes no sense here: `MRV2_ADAPTERS` lists a
+    distribution that isn't installed, `MRV2_PREFER` isn't `Architecture=adapter`, or a time isn't a positive number.
+
+    Correct the variable or unset it. A setting is never skipped in silence.
+    """
+
+    code = "MRV2-102"
+    title = "bad setting"
+
+
+class CoreVersionError(Mrv2Error):
+    """The adapter's distribution requires another version of `mrv2` than the one that is running.
+
+    Installed without its dependencies, or the core changed afterwards. Install a version of either that fits.
+    """
+
+    code = "MRV2-103"
+    title = "core version doesn't fit"
+
+
+class ManifestMissingError(Mrv2Error):
+    """An installed entry point leads nowhere: its package is gone (stale metadata of an uninstalled or renamed
+    package), or it has no `adapter.toml` beside its `__init__.py`.
+
+    Reinstall or uninstall the distribution; as its author, ship `adapter.toml` inside the package.
+    """
+
+    code = "MRV2-104"
+    title = "no manifest"
+
+
+class ManifestError(Mrv2Error):
+    """`adapter.toml` is not valid TOML, lacks a field, has one that doesn't exist, or a value of the wrong kind.
+
+    The message lists each field and what it should be. The fields are described in `mrv2.manifest.Manifest`.
+    """
+
+    code = "MRV2-105"
+    title = "bad manifest"
+
+
+class SdkApiError(Mrv2Error):
+    """The adapter is written for a contract that this core doesn't offer: another major version, or a minor
+    version newer than ours.
+
+    Upgrade `mrv2` for a newer adapter, or the adapter for an older one. `mrv2 doctor NAME` lists what changed.
+    """
+
+    code = "MRV2-106"
+    title = "SDK API doesn't fit"
+
+
+class AdapterConflictError(Mrv2Error):
+    """Two adapters claim the same architecture, model type or name, or one distribution is installed twice.
+
+    Nothing is chosen by chance or by order of installation. Name the one to use with `--adapter NAME` or
+    `MRV2_PREFER=Architecture=NAME`, restrict the environment with `MRV2_ADAPTERS`, or uninstall one.
+    """
+
+    code = "MRV2-107"
+    title = "conflicting adapters"
+
+
+class AdapterImportError(Mrv2Error):
+    """Importing the adapter's package failed: it raised, or it tried to end the process.
+
+    The message names the line of the adapter's code it came from. Often a dependency is absent or was upgraded.
+    """
+
+    code = "MRV2-108"
+    title = "adapter can't be imported"
+
+
+class AdapterTimeoutError(Mrv2Error):
+    """Importing the adapter's package took longer than allowed (60 seconds, or `MRV2_IMPORT_TIMEOUT`).
+
+    The message names the line where it waits. Imports should neither use the network nor wait for anything;
+    on a slow disk raise the limit.
+    """
+
+    code = "MRV2-109"
+    title = "adapter import hangs"
+
+
+class HookError(Mrv2Error):
+    """The adapter's hooks don't match the contract: an unknown name starting with `mrv2_`, an argument no hook
+    has, a missing `@mrv2.hookimpl`, or no hook at all.
+
+    The message names file and line, and the nearest known name. `mrv2.hookspecs` documents all hooks.
+    """
+
+    code = "MRV2-110"
+    title = "bad hook"
+
+
+class HookResultError(Mrv2Error):
+    """A hook raised, or returned something other than what its specification says: an instance instead of a
+    class, a model class without `weight_map`, `parts` or `recurrent`, nothing for an architecture that the
+    manifest claims.
+
+    The message names adapter, hook, file and line. Fix the hook, or the claim in `adapter.toml`.
+    """
+
+    code = "MRV2-111"
+    title = "wrong result of a hook"
+
+
+class UnknownAdapterError(Mrv2Error):
+    """No adapter has the given name. Names are those of `mrv2 list`; a distribution's name works too."""
+
+    code = "MRV2-112"
+    title = "unknown adapter"
+
+
+class LocalAdapterError(Mrv2Error):
+    """A path given with `--adapter` isn't an adapter: it doesn't exist, isn't a Python file or a package, or
+    states no manifest.
+
+    A folder needs `__init__.py` and `adapter.toml`; a single file states the same TOML in a comment block that
+    starts with `# /// adapter` and ends with `# ///`.
+    """
+
+    code = "MRV2-113"
+    title = "bad local adapter"
+
+
+class CatalogError(Mrv2Error):
+    """A catalogue named in `MRV2_CATALOG` can't be read, or isn't the JSON it should be.
+
+    The message names the file and the place. The format is that of `mrv2 catalog --json`, key `catalog`.
+    """
+
+    code = "MRV2-114"
+    title = "bad catalogue"
+
+
+class MetadataError(Mrv2Error):
+    """A distribution's installed metadata is damaged: an entry point or a requirement that can't be parsed.
+
+    Reinstall the distribution.
+    """
+
+    code = "MRV2-115"
+    title = "damaged metadata"
+
+
+class ForwardInputError(Mrv2Error):
+    """An adapter's extra inputs clash: two `InputPart`s have one key, a key is one that every `forward`
+    already has (`input_ids`, `positions`, `ctx`), or `attn_extras` names a KV group that doesn't exist.
+
+    Give each part a key of its own, equal to the keyword in the model's `forward`.
+    """
+
+    code = "MRV2-120"
+    title = "clashing model inputs"
+    exit_code = 1
+
+
+# ---- 2xx: checkpoints, configs, tokenizers -----------------------------------------------------------------
+
+
+class ConfigError(Mrv2Error):
+    """The model folder's `config.json` (or `generation_config.json`) is missing, isn't UTF-8 JSON, names no
+    architecture or several, or holds a value that the config class refuses.
+
+    Check that MODEL is the folder that holds `config.json`, and that the file is whole. A config that names
+    several architectures has to be cut down to the one to run.
+    """
+
+    code = "MRV2-201"
+    title = "bad model config"
+
+
+class WeightsError(Mrv2Error):
+    """The checkpoint and the model don't fit each other: a tensor is missing, is of no use to the model, has
+    another shape, comes twice, holds packed (quantised) values, or the number of layers differs.
+
+    The message lists names of each kind. Loading is strict, since every one of these makes a model that runs
+    and writes wrong text. Compare the config with the checkpoint; an adapter's author corrects `weight_map`.
+    Weights in an instance that was being loaded are incomplete: don't run it.
+    """
+
+    code = "MRV2-202"
+    title = "checkpoint doesn't fit the model"
+
+
+class CheckpointFileError(Mrv2Error):
+    """A checkpoint file is truncated, damaged, absent, of an unknown format, or would need to run code
+    (pickle) to be read.
+
+    Copy the file again, or convert a pickle checkpoint to safetensors where you trust it.
+    """
+
+    code = "MRV2-203"
+    title = "bad checkpoint file"
+
+
+class TokenizerError(Mrv2Error):
+    """The tokenizer's files can't be read, or a chat was asked for and there is no chat template.
+
+    Use raw prompts, give token ids, or add the tokenizer's files to the model folder.
+    """
+
+    code = "MRV2-204"
+    title = "bad tokenizer"
+
+
+class ModelNotFoundError(Mrv2Error):
+    """MODEL is no folder, no GGUF file, no bundled name, and no hub id that can be reached.
+
+    A hub id looks like `org/name` and needs a network; everything else is looked for on this machine only.
+    """
+
+    code = "MRV2-205"
+    title = "model not found"
+
+
+class ModelCacheError(Mrv2Error):
+    """The folder that keeps converted and downloaded models can't be written, or its disk is full.
+
+    Set `MRV2_CACHE` to a folder that can be written and has room. Nothing half-written is ever used.
+    """
+
+    code = "MRV2-206"
+    title = "model cache unusable"
+
+
+class ChecksumError(Mrv2Error):
+    """A file's SHA-256 isn't the recorded one: the download was cut, or the file was changed.
+
+    Delete the file and fetch it again.
+    """
+
+    code = "MRV2-207"
+    title = "checksum differs"
+
+
+class DownloadError(Mrv2Error):
+    """A model couldn't be fetched: no network, no such package or repository, or no permission.
+
+    The message has the exact command to run by hand, here or on a machine with a network.
+    """
+
+    code = "MRV2-208"
+    title = "download failed"
+
+
+class MissingExtraError(Mrv2Error):
+    """A package that this input format needs isn't installed. The message has the command to install it."""
+
+    code = "MRV2-209"
+    title = "package missing"
+
+
+class SlotError(Mrv2Error):
+    """A model's layers don't account for their parameters: a parameter that no weight slot fills, or a slot
+    that names no parameter, or two slots of one name.
+
+    For authors of models and layer sets: make parameters through the layer set (`L.param`, `L.norm`, …), or
+    list them in the module's `weight_slots()`. Values computed after loading belong in buffers.
+    """
+
+    code = "MRV2-210"
+    title = "parameter without a weight slot"
+
+
+# ---- 3xx: layers and kernels -------------------------------------------------------------------------------
+
+
+class LayerNameError(Mrv2Error):
+    """A layer was given a name that isn't the attribute path it is stored under, or was built and stored
+    nowhere. LoRA, quantisation, caches and the checkpoint go by names, so both must agree.
+
+    In the model file, pass the attribute's own name: `self.mlp = L.gated_mlp("mlp", ...)`, and scope the
+    layer set for a sub-module: `self.model = Inner(L.scope("model"), config)`.
+    """
+
+    code = "MRV2-301"
+    title = "layer name"
+
+
+class LayerArgumentError(Mrv2Error):
+    """A layer can't be built from the sizes or options given: an unknown activation, query heads that aren't
+    a multiple of the key/value heads, a window below one.
+
+    The message names the layer and the value; it usually comes from the checkpoint's `config.json`.
+    """
+
+    code = "MRV2-302"
+    title = "layer argument"
+
+
+class RopeError(Mrv2Error):
+    """The rotary embedding's parameters can't be used: an unknown type, a key that its type doesn't have, a
+    missing key, or two spellings of one key (`rope_parameters`, or `rope_theta` and `rope_scaling`; `rope_type`
+    or `type`) with different values.
+
+    Nothing is guessed, since a wrong table gives fluent nonsense. Correct the named keys in `config.json`.
+    """
+
+    code = "MRV2-303"
+    title = "rotary parameters"
+
+
+class KernelError(Mrv2Error):
+    """A kernel's launcher and its torch twin don't take the same parameters, or kernels can't be run here as
+    a test asks: Triton is missing, or was imported before `mrv2.testing.interpret_kernels()` was called.
+
+    Give both the same parameters; call `interpret_kernels()` in the top-level `conftest.py`.
+    """
+
+    code = "MRV2-310"
+    title = "kernel declared or tested wrongly"
+    exit_code = 1
+
+
+# ---- 4xx: requests and the runner --------------------------------------------------------------------------
+
+
+class RequestError(Mrv2Error):
+    """A request can't be served as given: an empty prompt, a token id out of range, a prompt longer than
+    the model's context or than the whole KV cache, or a sampling parameter out of its range.
+
+    Only this request is refused; others go on. Change the named field.
+    """
+
+    code = "MRV2-401"
+    title = "bad request"
+
+
+class CacheTooSmallError(Mrv2Error):
+    """The memory given to the KV cache can't hold even one block of one request.
+
+    Give more memory (`--kv-memory`), or lower `--max-model-len`.
+    """
+
+    code = "MRV2-402"
+    title = "KV cache too small"
+
+
+class UnsupportedError(Mrv2Error):
+    """Two settings exclude each other, or the host doesn't offer what was asked for.
+
+    The message names both settings. Nothing is ignored in silence: change one of them.
+    """
+
+    code = "MRV2-403"
+    title = "unsupported combination"
+
+
+class EngineError(Mrv2Error):
+    """The engine failed while requests were running. Every waiting request gets this error, with the
+    original exception as its cause. The engine does not go on: build a new one.
+    """
+
+    code = "MRV2-404"
+    title = "engine failed"
+    exit_code = 1
+
+
+# ---- 5xx: command line and files ---------------------------------------------------------------------------
+
+
+class CommandLineError(Mrv2Error):
+    """A command was called wrongly: an unknown command or option, a value of the wrong kind, an argument too few.
+
+    `mrv2 COMMAND --help` shows what it takes, with examples.
+    """
+
+    code = "MRV2-500"
+    title = "wrong use of the command line"
+
+
+class InputFileError(Mrv2Error):
+    """An input file can't be read as what it should be: not UTF-8, or a line that is not the expected JSON.
+
+    The message names the file and the line. Other lines of a batch still run.
+    """
+
+    code = "MRV2-501"
+    title = "bad input file"

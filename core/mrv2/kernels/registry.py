@@ -1,0 +1,105 @@
+"""How a kernel is declared: a Triton launcher, its torch twin, and the rule that picks one of them.
+
+The twin is the readable definition, and what runs on the CPU. Both take the same arguments and write the
+same tensors. Nothing here needs a GPU, or Triton itself: where Triton is missing, twins run everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from mrv2.errors import KernelError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Triton has wheels for Linux only
+    triton = tl = None
+
+__all__ = ["Kernel", "interpreting", "jit", "kernel", "tl", "triton"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def interpreting() -> bool:
+    """Whether Triton was imported under `TRITON_INTERPRET=1`: kernels then run, slowly, on CPU tensors.
+
+    Triton decides this when it is first imported, since its own library functions are kernels too.
+    """
+    if triton is None:
+        return False
+    return not isinstance(tl.cdiv, triton.JITFunction)
+
+
+def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, usable where Triton is missing, and in step with how Triton was imported.
+
+    Args:
+        do_not_specialize: integer arguments that change with the batch; Triton would otherwise compile the
+            kernel anew for values of 1 and multiples of 16.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        if triton is None:
+            return fn  # never launched: `Kernel` runs the twin
+        if not interpreting():
+            return triton.jit(fn, do_not_specialize=do_not_specialize)
+        with triton.knobs.runtime.scope():
+            # The variable may have been taken back since Triton's import (see mrv2.testing.interpret_kernels).
+            triton.knobs.runtime.interpret = True
+            return triton.jit(fn, do_not_specialize=do_not_specialize)
+
+    return decorate
+
+
+class Kernel(Generic[P, R]):
+    """A launcher and its twin, called like a function.
+
+    CUDA tensors go to Triton. CPU tensors go to the twin, unless `TRITON_INTERPRET=1` is set.
+    """
+
+    def __init__(self, launcher: Callable[P, R], twin: Callable[P, R]) -> None:
+        self.triton = launcher
+        self.twin = twin
+        functools.update_wrapper(self, launcher)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on the device of the first tensor argument."""
+        if triton is None:
+            return self.twin(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if value.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+                    return self.triton(*args, **kwargs)
+                break
+        return self.twin(*args, **kwargs)
+
+
+def kernel(*, twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Declare a Triton launcher together with its torch twin.
+
+    Raises:
+        KernelError: the two don't take the same parameters.
+    """
+
+    def decorate(launcher: Callable[P, R]) -> Kernel[P, R]:
+        ours, theirs = inspect.signature(launcher).parameters, inspect.signature(twin).parameters
+        if [(p.name, p.kind, p.default) for p in ours.values()] != [
+            (p.name, p.kind, p.default) for p in theirs.values()
+        ]:
+            name = getattr(launcher, "__qualname__", repr(launcher))
+            raise KernelError(
+                f"kernel {name} takes ({', '.join(ours)}), its twin ({', '.join(theirs)})",
+                where=f"{launcher.__module__}.{name}",
+                fix="give the launcher and the twin the same parameters, in the same order",
+            )
+        return Kernel(launcher, twin)
+
+    return decorate

@@ -1,0 +1,137 @@
+"""Draw one token per request by adding Gumbel noise and taking the largest: no softmax is needed."""
+
+# Triton infers the types of a kernel's arguments.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrv2.kernels.gumbel import gumbel_noise
+from mrv2.kernels.registry import jit, kernel, tl, triton
+
+_COUNTERS = 512
+"""Philox counters per program; each gives the noise of four tokens."""
+
+
+def sample_gumbel_ref(
+    *,
+    logits: Tensor,
+    rows: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    positions: Tensor,
+    stream: int,
+    out: Tensor,
+) -> None:
+    """Torch twin of `sample_gumbel`."""
+    row = rows.clamp(min=0).long()
+    scores = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    drawn = ((rows >= 0) & (temperature[row] > 0)).nonzero().flatten()
+    if drawn.numel():
+        scores.index_add_(0, drawn, gumbel_noise(seeds[row[drawn]], positions[drawn], stream, logits.shape[1]))
+    torch.argmax(scores, 1, out=out)  # documented to return the first of several maxima
+
+
+@kernel(twin=sample_gumbel_ref)
+def sample_gumbel(
+    *,
+    logits: Tensor,
+    rows: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    positions: Tensor,
+    stream: int,
+    out: Tensor,
+) -> None:
+    """One token per request: argmax of logits plus noise, or of the logits alone where temperature is 0.
+
+    Ties go to the lowest id. NaN counts as -inf, +inf wins, and a row without any finite logit gives id 0
+    (or its lowest +inf), so ids are always in range.
+
+    Args:
+        logits: [num_reqs, vocab] float32, divided by the temperature, filtered tokens at -inf.
+        rows: [num_reqs] int32; -1 for padding, which is treated as greedy.
+        seeds: [max_rows] int64.
+        temperature: [max_rows] float32.
+        positions: [num_reqs] int64: absolute position that the token will have.
+        stream: which of the independent draws at that position.
+        out: out, [num_reqs] int64.
+    """
+    num_reqs, vocab = logits.shape
+    num_tiles = triton.cdiv(vocab, _COUNTERS * 4)
+    # Longest axis first: a vocabulary is spread over many programs, since decode batches may be tiny.
+    best = torch.empty(num_reqs, num_tiles, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(num_reqs, num_tiles, dtype=torch.int32, device=logits.device)
+    _sample_gumbel_kernel[(num_tiles, num_reqs)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows,
+        seeds,
+        temperature,
+        positions,
+        stream,
+        best,
+        best_id,
+        num_tiles,
+        COUNTERS=_COUNTERS,
+    )
+    _reduce_tiles_kernel[(num_reqs,)](best, best_id, num_tiles, out, TILES=triton.next_power_of_2(num_tiles))
+
+
+@jit()
+def _gumbel_from_bits(bits):
+    # What gumbel.gumbel_from_bits does, in float32. Where noise is large, v is tiny and keeps its full resolution:
+    # there a series stands for the first logarithm. Elsewhere 1 - v comes from the complement of the bits, since
+    # v itself would round to 1 at the other end.
+    v = (bits.to(tl.float32) + 0.5) * (2.0**-32)
+    w = ((~bits).to(tl.float32) + 0.5) * (2.0**-32)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * (0.25 + v * 0.2))))
+    return -tl.log(tl.where(v < 1.0 / 32, series, -tl.log(w)))
+
+
+@jit(do_not_specialize=["stream"])
+def _sample_gumbel_kernel(
+    logits,
+    logits_stride,
+    vocab,
+    rows,
+    seeds,
+    temperature,
+    positions,
+    stream,
+    best,
+    best_id,
+    num_tiles,
+    COUNTERS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    i = tl.program_id(1).to(tl.int64)
+    token = tile * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
+    score = tl.load(logits + i * logits_stride + token, mask=token < vocab, other=float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    row = tl.load(rows + i).to(tl.int64)
+    heat = tl.load(temperature + row, mask=row >= 0, other=0.0)
+    if heat > 0:
+        counter = tile * COUNTERS + tl.arange(0, COUNTERS)
+        zero = tl.zeros_like(counter)
+        position = zero + tl.load(positions + i).to(tl.int32)
+        r0, r1, r2, r3 = tl.philox(tl.load(seeds + row), counter, position, zero + stream, zero)
+        bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+        score += _gumbel_from_bits(bits)
+    top = tl.max(score, 0)
+    tl.store(best + i * num_tiles + tile, top)
+    tl.store(best_id + i * num_tiles + tile, tl.min(tl.where(score == top, token, 0x7FFFFFFF), 0))
+
+
+@jit()
+def _reduce_tiles_kernel(best, best_id, num_tiles, out, TILES: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    score = tl.load(best + i * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    token = tl.load(best_id + i * num_tiles + tile, mask=tile < num_tiles, other=0x7FFFFFFF)
+    winner = tl.min(tl.where(score == tl.max(score, 0), token, 0x7FFFFFFF), 0)
+    tl.store(out + i, winner.to(tl.int64))

@@ -1,0 +1,243 @@
+"""What a model file sees of its host: layer set, step context, residual stream, weight map.
+
+A model is built once by `Model(L, config)` and names no host. All sizes are global (never per rank), every
+name is given explicitly and equals the attribute path, because LoRA, quantisation and caches go by names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers; opaque to models, open to custom mixers (`ctx.prenorm`).
+
+    `x` is a layer's output, not yet added to `residual`, so that the add fuses with the next norm.
+    """
+
+    x: Tensor  # [num_tokens, hidden]
+    residual: Tensor | None  # [num_tokens, hidden]; None: x is the whole stream
+
+
+class StepContext(Protocol):
+    """What `forward` gets from its host for one step; opaque, and valid within that step only."""
+
+    is_last: bool  # static per process: this pipeline stage produces the hidden states
+
+    def embed(self, table: nn.Module, input_ids: Tensor) -> Stream:
+        """Look up `input_ids` [num_tokens]; on a later pipeline stage, the stream that arrived."""
+        ...
+
+    def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
+        """Run this stage's layers in order. The loop is the host's: stages and auxiliary states live there."""
+        ...
+
+    def finish(self, norm: nn.Module, h: Stream, then: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """The final norm, then `then(hidden)`; only on the last stage. What it returns, `forward` returns."""
+        ...
+
+    def prenorm(self, norm: nn.Module, h: Stream) -> tuple[Tensor, Tensor]:
+        """Add the pending output and normalise: (normed x, new residual), each [num_tokens, hidden]."""
+        ...
+
+
+class LayerSet(Protocol):
+    """What a host offers to build models from. Layers come at the level where hosts fuse.
+
+    Each fused layer equals a composition of the small ones with the same parameter names; a family whose
+    layer differs opens it and composes the small ones itself.
+    """
+
+    # -- names -----------------------------------------------------------------------------------------
+
+    def scope(self, name: str) -> LayerSet:
+        """The layer set for the module stored under `name`."""
+        ...
+
+    def stack(self, name: str, n: int, make: Callable[[LayerSet, int], nn.Module]) -> nn.ModuleList:
+        """`n` layers named `name.0` …; pipeline stages are cut here."""
+        ...
+
+    # -- fused layers ----------------------------------------------------------------------------------
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int, *, shared_with_head: bool = False) -> nn.Module:
+        """Token table; `shared_with_head` when `lm_head` is tied to it. Used by `ctx.embed` only."""
+        ...
+
+    def final_norm(self, name: str, hidden_size: int, *, eps: float) -> nn.Module:
+        """RMS norm used by `ctx.finish`."""
+        ...
+
+    def lm_head(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: nn.Module | None = None,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> nn.Module:
+        """Logits belong to the host: `soft_cap * tanh(scale * (W h) / soft_cap)`, the cap if one is given."""
+        ...
+
+    def self_attention(
+        self,
+        name: str,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rope: Mapping[str, Any],
+        max_position: int,
+        norm_eps: float,
+        window: int | None,
+        qk_norm_eps: float | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> nn.Module:
+        """Norm, Q/K/V projection, optional per-head QK norm, rotary, cache write, attention, output projection.
+
+        Call: `layer(h, positions, ctx) -> h`. Parameters: `norm`, `q_proj`, `k_proj`, `v_proj`, `o_proj`,
+        and `q_norm`, `k_norm` with `qk_norm_eps`. `window` counts the current token (None: full) and has no
+        default, since hosts disagree on one. `scale` defaults to `head_dim ** -0.5`.
+        """
+        ...
+
+    def gated_mlp(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        norm_eps: float,
+        act: str = "silu",
+        bias: bool = False,
+    ) -> nn.Module:
+        """Norm, then `down(act(gate(x)) * up(x))`. Call: `layer(h, ctx) -> h`.
+
+        Parameters: `norm`, `gate_proj`, `up_proj`, `down_proj`.
+        """
+        ...
+
+    # -- small layers ----------------------------------------------------------------------------------
+
+    def norm(self, name: str, size: int, *, eps: float) -> nn.Module:
+        """RMS norm over the last axis; `layer(x) -> x`."""
+        ...
+
+    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> nn.Module:
+        """Several projections of one input in one product, sharded by output. `layer.parts(x)` gives a
+        tuple of [num_tokens, part]. Checkpoint names are `<part>.weight` beside this module.
+        """
+        ...
+
+    def down(self, name: str, in_size: int, hidden_size: int, *, bias: bool = False) -> nn.Module:
+        """Projection back to the hidden size, sharded by input; `layer(x) -> x`."""
+        ...
+
+    def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
+        """Rotary embedding; `layer(positions, q, k, ctx) -> (q, k)` with q, k [num_tokens, heads, head_dim].
+
+        `rope` in any spelling that `rope_parameters` understands.
+        """
+        ...
+
+    def attention(
+        self,
+        name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> nn.Module:
+        """Cache write and causal attention; `layer(q, k, v, ctx) -> [num_tokens, heads * head_dim]`."""
+        ...
+
+    def param(self, name: str, shape: tuple[int, ...], *, shard: int | None = None) -> nn.Parameter:
+        """A bare parameter of the calling module; `shard`: the axis divided over tensor-parallel ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place a checkpoint tensor goes to, under its unpacked name.
+
+    `load` copies a tensor of exactly `shape` into place, keeping the parameter's address; None marks a slot
+    whose value lives elsewhere (a tied head), where a checkpoint may or may not carry a copy.
+    """
+
+    param: str  # name of the parameter it is part of, relative to the module that lists it
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], object] | None
+    optional: bool = False  # has a default value when the checkpoint lacks it
+
+
+PARAM_SLOT = "mrv2_slot"
+"""Attribute of a parameter that `LayerSet.param` made: its `Slot`, whose `param` is not read. A layer set sets
+it, so that bare parameters of an adapter's own module load without a `weight_slots`."""
+
+
+@runtime_checkable
+class HasWeightSlots(Protocol):
+    """A module that lists its slots itself. Keys are relative to the module; `../x` is beside it."""
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """All slots of this module's own parameters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """How a family's checkpoint names become ours. Packing and tying are the layer set's business.
+
+    Args:
+        rename: (regex, replacement) pairs, applied to each name in order.
+        ignored: regexes of checkpoint tensors that the model doesn't use.
+        transform: for a private format: takes an iterator of (name, tensor) after renaming and yields what
+            the slots expect (split, merged, transposed, permuted).
+    """
+
+    rename: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    transform: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] | None = None
+
+    def canonical(self, name: str) -> str | None:
+        """Our name of the checkpoint's `name`, or None when it is ignored."""
+        if any(re.search(pattern, name) for pattern in self.ignored):
+            return None
+        for pattern, replacement in self.rename:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+class ModelClass(Protocol):
+    """What `mrv2_model` returns: a class, since vLLM inspects classes before an instance exists."""
+
+    weight_map: ClassVar[WeightMap]
+    parts: ClassVar[tuple[type, ...]]
+    recurrent: ClassVar[bool]
+
+    def __call__(self, layers: LayerSet, config: Any) -> nn.Module:
+        """Build the model from the host's layer set and the checkpoint's config."""
+        ...
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Model dtypes by the name a user gives."""

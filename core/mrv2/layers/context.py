@@ -1,0 +1,96 @@
+"""The native host's step context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrv2.attn.backend import AttentionArgs, AttentionBackend
+from mrv2.layers.base import Stream
+from mrv2.layers.rotary import Angles, RotaryTable
+from mrv2.state.view import AttnMetadata, CacheMeta
+
+
+class NativeContext:
+    """What `forward` gets for one step. Built anew each step; holds nothing beyond it.
+
+    Args:
+        attn: metadata per KV group.
+        caches: cache tensor of each attention layer, [num_blocks, 2, block_size, num_kv_heads, head_dim].
+        group_of: KV group of each attention layer.
+        backend: runs attention; one per runner.
+        prompt_lens: [num_reqs] int32, prompt length of each request in batch order, any value for padding. Read
+            only by rotary types that depend on a request's length; None: the step's own `seq_lens` count, which
+            is the same thing unless a prompt is computed in chunks or resumed.
+    """
+
+    is_last = True
+
+    def __init__(
+        self,
+        *,
+        attn: AttnMetadata,
+        caches: Mapping[str, Tensor],
+        group_of: Mapping[str, str],
+        backend: AttentionBackend,
+        prompt_lens: Tensor | None = None,
+    ) -> None:
+        self._attn = attn
+        self._caches = caches
+        self._group_of = group_of
+        self._backend = backend
+        self._prompt_lens = prompt_lens
+        self._memo: dict[Hashable, Any] = {}  # the backend's
+        self._angles: dict[tuple[int, int, torch.dtype], tuple[Angles, Tensor]] = {}
+
+    # -- for models and custom mixers --------------------------------------------------------------------
+
+    def embed(self, table: nn.Module, input_ids: Tensor) -> Stream:
+        """See `StepContext.embed`."""
+        return Stream(table(input_ids), None)
+
+    def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
+        """See `StepContext.run`."""
+        for layer in layers:
+            h = layer(h, positions, self)
+        return h
+
+    def finish(self, norm: nn.Module, h: Stream, then: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """See `StepContext.finish`: [num_tokens, hidden], or what `then` makes of it."""
+        hidden, _ = self.prenorm(norm, h)
+        return hidden if then is None else then(hidden)
+
+    def prenorm(self, norm: nn.Module, h: Stream) -> tuple[Tensor, Tensor]:
+        """See `StepContext.prenorm`."""
+        residual = h.x if h.residual is None else h.x + h.residual
+        return norm(residual), residual
+
+    # -- for the native layers ---------------------------------------------------------------------------
+
+    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """Write this layer's keys and values, and attend; shapes as in `AttentionBackend.attend`."""
+        meta = self._attn[self._group_of[layer]]
+        return self._backend.attend(q, k, v, cache=self._caches[layer], meta=meta, args=args, memo=self._memo)
+
+    def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Rotary angles of this step's tokens, computed once per table."""
+        key = (id(table), id(positions), dtype)
+        hit = self._angles.get(key)
+        if hit is None:
+            lens = self._request_lens(len(positions)) if table.spec.dynamic else None
+            # Keeping `positions` keeps its id from being given to another tensor.
+            hit = self._angles[key] = (table.angles(positions, dtype, lens), positions)
+        return hit[0]
+
+    def _request_lens(self, num_tokens: int) -> Tensor:
+        """[num_tokens] the length that counts for each token's rotation; see `rotary`. Device only."""
+        meta: CacheMeta = next(iter(self._attn.values()))
+        token = torch.arange(num_tokens, device=meta.seq_lens.device)
+        i = torch.searchsorted(meta.query_start_loc[1:].long(), token, right=True).clamp(max=meta.num_reqs - 1)
+        if self._prompt_lens is None:
+            return meta.seq_lens[i]
+        so_far = meta.computed[i] + token - meta.query_start_loc[i] + 1
+        return torch.maximum(self._prompt_lens[i], so_far)

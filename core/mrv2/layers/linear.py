@@ -1,0 +1,216 @@
+"""Projections, and how they are run on this machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mrv2.layers.base import Slot
+
+# On one CPU thread in fp32, PyTorch's own product is fastest for a token or two, oneDNN's for more; a copy of the
+# weight in oneDNN's blocked layout saves another tenth to a fifth, until the product stops being memory bound.
+ONEDNN_FROM = 3
+PACKED_UP_TO = 128
+PACK_FOR_TOKENS = 16
+
+
+@functools.cache
+def onednn_linear() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+    """The (linear, pack) of oneDNN, or None where this PyTorch doesn't have them or they don't work."""
+    try:
+        # Private to PyTorch's compiler, hence the trial.
+        linear: Any = torch.ops.mkldnn._linear_pointwise.default
+        pack: Any = torch.ops.mkldnn._reorder_linear_weight.default
+        with torch.inference_mode(), torch.device("cpu"):
+            x, weight, bias = torch.ones(3, 8), torch.arange(32.0).view(4, 8), torch.ones(4)
+            good = F.linear(x, weight, bias)
+            for w in (weight, pack(weight, PACK_FOR_TOKENS)):
+                if not torch.allclose(linear(x, w, bias, "none", [], ""), good):
+                    return None
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return linear, pack
+
+
+def make_parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised parameter of the default dtype on the default device; loading fills it."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def row_slot(module: nn.Module, name: str, start: int = 0, size: int | None = None) -> Slot:
+    """A slot for rows [start, start + size) of `module`'s parameter `name`; all rows by default.
+
+    The parameter is looked up when loading, since materialising a model replaces it.
+    """
+    shape = module.get_parameter(name).shape
+    rows = shape[0] if size is None else size
+
+    def load(tensor: Tensor) -> None:
+        with torch.no_grad():
+            module.get_parameter(name)[start : start + rows].copy_(tensor)
+
+    return Slot(name, (rows, *shape[1:]), load)
+
+
+def own_slots(module: nn.Module) -> dict[str, Slot]:
+    """One slot for each parameter of `module` itself, under the parameter's name."""
+    return {name: row_slot(module, name) for name, _ in module.named_parameters(recurse=False)}
+
+
+class LinearBase(nn.Module):
+    """A projection `x @ weight.T + bias` whose weight may have a packed copy beside it.
+
+    The parameter stays where it is and remains the truth. A copy that is older than the last write to the
+    parameter isn't used; `pack` makes a new one.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: Tensor | None = None
+        self._packed_version = 0
+
+    def full_weight(self) -> nn.Parameter:
+        """The weight, [out, in]."""
+        return cast(nn.Parameter, self.weight)
+
+    def project(self, x: Tensor) -> Tensor:
+        """[num_tokens, in] to [num_tokens, out]."""
+        weight = self.full_weight()
+        num_tokens = x.shape[0]
+        if num_tokens >= ONEDNN_FROM and weight.dtype is torch.float32 and not weight.is_cuda:
+            ops = onednn_linear()
+            if ops is not None:
+                packed = self._packed
+                if packed is None or num_tokens > PACKED_UP_TO or weight._version != self._packed_version:
+                    packed = weight
+                return ops[0](x, packed, self.bias, "none", [], "")
+        return F.linear(x, weight, self.bias)
+
+    def pack_bytes(self) -> int:
+        """Memory that `pack` would take; 0 where it can't help."""
+        weight = self.full_weight()
+        if weight.dtype is not torch.float32 or weight.device.type != "cpu" or weight.is_inference():
+            return 0  # an inference tensor doesn't tell when it was written to
+        return weight.nbytes if onednn_linear() is not None else 0
+
+    def pack(self) -> None:
+        """Make the packed copy anew."""
+        ops = onednn_linear()
+        assert ops is not None
+        with torch.inference_mode():
+            self._packed = ops[1](self.full_weight().detach(), PACK_FOR_TOKENS)
+        self._packed_version = self.full_weight()._version
+
+
+class PackedLinear(LinearBase):
+    """Several projections of one input in one product; see `LayerSet.packed`."""
+
+    def __init__(self, in_size: int, sizes: Mapping[str, int], *, bias: bool) -> None:
+        super().__init__()
+        self.sizes = dict(sizes)
+        out_size = sum(self.sizes.values())
+        self.weight = make_parameter(out_size, in_size)
+        self.bias = make_parameter(out_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All parts side by side, [num_tokens, sum of sizes]."""
+        return self.project(x)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One [num_tokens, size] per part, in order."""
+        return torch.split(self.project(x), list(self.sizes.values()), -1)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """`../<part>.weight` and `.bias`: the parts' names are beside this module's."""
+        slots: dict[str, Slot] = {}
+        start = 0
+        for part, size in self.sizes.items():
+            for name, _ in self.named_parameters(recurse=False):
+                slots[f"../{part}.{name}"] = row_slot(self, name, start, size)
+            start += size
+        return slots
+
+
+class Linear(LinearBase):
+    """One projection."""
+
+    def __init__(self, in_size: int, out_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = make_parameter(out_size, in_size)
+        self.bias = make_parameter(out_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, in] to [num_tokens, out]."""
+        return self.project(x)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """`weight`, and `bias` if there is one."""
+        return own_slots(self)
+
+
+class LMHead(LinearBase):
+    """Logits; see `LayerSet.lm_head`.
+
+    A tied head has no parameter of its own and reads the embedding's, so that moving or materialising the
+    model can't part them.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: nn.Module | None,
+        tied_path: str,
+        scale: float,
+        soft_cap: float | None,
+    ) -> None:
+        super().__init__()
+        self._tied_to = None if tied_to is None else (tied_to,)  # in a tuple: not a sub-module
+        self._tied_path = tied_path  # of the shared parameter, relative to this module
+        self._shape = (vocab_size, hidden_size)
+        self.bias = None
+        if tied_to is None:
+            self.weight = make_parameter(vocab_size, hidden_size)
+        self.scale = scale
+        self.soft_cap = soft_cap
+
+    def full_weight(self) -> nn.Parameter:
+        """The head's weight, or the embedding's."""
+        return cast(nn.Parameter, self.weight if self._tied_to is None else self._tied_to[0].weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to [n, vocab]."""
+        logits = self.project(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """`weight`; without a value of its own when tied."""
+        if self._tied_to is not None:
+            return {"weight": Slot(self._tied_path, self._shape, None)}
+        return own_slots(self)
+
+
+def pack_linears(model: nn.Module, budget: int) -> int:
+    """Remake the packed copies of `model`'s projections, in order, as far as `budget` bytes go.
+
+    Returns:
+        Bytes of all copies made.
+    """
+    spent = 0
+    for module in model.modules():
+        if isinstance(module, LinearBase) and 0 < (size := module.pack_bytes()) <= budget - spent:
+            module.pack()
+            spent += size
+    return spent

@@ -1,0 +1,185 @@
+"""Rotary parameters as configs spell them, brought to one form. Imports no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrv2.errors import RopeError
+
+DEFAULT_THETA = 10_000.0
+"""What a config without `rope_theta` means, in transformers as well."""
+
+_COMMON = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
+# Keys of each type beyond the common ones: (required, optional), as transformers' rope functions read them.
+_TYPES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "yarn": (
+        frozenset({"factor"}),
+        frozenset(
+            {
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            }
+        ),
+    ),
+    "longrope": (
+        frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
+        frozenset({"factor", "attention_factor"}),
+    ),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+    "proportional": (frozenset(), frozenset({"factor"})),
+}
+_NESTED = ("rope_parameters", "rope_scaling")
+_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_NOTES = frozenset({"finetuned"})  # keys that tell how a checkpoint came about and change nothing
+
+_LISTS = frozenset({"short_factor", "long_factor"})
+
+Value = int | float | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One rotary configuration, hashable: layers with equal specs share tables.
+
+    Attributes:
+        rope_type: a key of transformers' `ROPE_INIT_FUNCTIONS`, or "default".
+        head_dim: size of the heads it is applied to.
+        max_position: `max_position_embeddings` of the config.
+        params: all other parameters, by name, sorted.
+    """
+
+    rope_type: str
+    head_dim: int
+    max_position: int
+    params: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def parse(cls, rope: Mapping[str, Any], *, head_dim: int, max_position: int, where: str = "") -> RopeSpec:
+        """Check `rope`, in either spelling, against what its type takes.
+
+        Raises:
+            RopeError: unknown type, unknown or missing key, or contradictory spellings.
+        """
+        params = rope_parameters(rope, where=where)
+        rope_type = params.pop("rope_type")
+        if rope_type not in _TYPES:
+            raise RopeError(f"rope_type is {rope_type!r}", where=where, fix=f"use one of: {', '.join(sorted(_TYPES))}")
+        required, optional = _TYPES[rope_type]
+        missing = sorted(required - params.keys())
+        unknown = sorted(params.keys() - required - optional - _COMMON)
+        # Configs keep the pre-training length beside any type; those that don't scale by it have no use for it.
+        if "original_max_position_embeddings" in unknown and rope_type in ("default", "linear", "proportional"):
+            unknown.remove("original_max_position_embeddings")
+            del params["original_max_position_embeddings"]
+        if missing or unknown:
+            parts = [f"lacks {', '.join(missing)}"] if missing else []
+            parts += (
+                [f"has {', '.join(f'{k}={params[k]!r}' for k in unknown)}, which it doesn't take"] if unknown else []
+            )
+            takes = ", ".join(sorted(required | optional | _COMMON))
+            raise RopeError(f"rope_type {rope_type!r} {' and '.join(parts)}", where=where, fix=f"it takes: {takes}")
+        frozen = {key: _freeze(key, value, where) for key, value in params.items()}
+        return cls(rope_type, head_dim, max_position, tuple(sorted(frozen.items())))
+
+    @property
+    def dynamic(self) -> bool:
+        """Frequencies depend on how long the request is, once that exceeds `fixed_up_to`."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
+    def fixed_up_to(self) -> int | None:
+        """Longest request whose tokens' rotation depends on their position alone; None: any."""
+        if self.rope_type == "longrope":
+            return int(dict(self.params)["original_max_position_embeddings"])  # type: ignore[arg-type]
+        return self.max_position if self.rope_type == "dynamic" else None
+
+
+def _freeze(key: str, value: Any, where: str) -> Value:
+    """`value` as a hashable number or tuple of numbers."""
+    if key in _LISTS:
+        if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
+            return tuple(float(v) for v in value)
+    elif isinstance(value, int | float):
+        return value
+    expected = "a list of numbers" if key in _LISTS else "a number"
+    raise RopeError(f"{key} is {value!r}, not {expected}", where=where, fix=f"correct {key} in config.json")
+
+
+def rope_parameters(config: Any, layer_type: str | None = None, *, where: str = "") -> dict[str, Any]:
+    """Rotary parameters of `config` in one flat dict with `rope_type` and `rope_theta`.
+
+    Understood are `rope_parameters` (transformers 5), `rope_scaling` with `rope_theta` beside it (older), the
+    parameters themselves, `rope_type` or `type`, and parameters per layer type.
+
+    Args:
+        config: a config object, `config.json` as a mapping, or its rope entry.
+        layer_type: which entry to use where they are given per layer type.
+        where: for messages.
+
+    Raises:
+        RopeError: two spellings of one key with different values; or entries per layer type, and none chosen.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for origin, key, value in _entries(config, layer_type, where):
+        key = "rope_type" if key == "type" else key
+        if value is None or key in _NOTES:
+            continue
+        if key in found and found[key][0] != value:
+            other, there = found[key]
+            raise RopeError(
+                f"{key} is given twice: {there} is {other!r}, {origin} is {value!r}",
+                where=where,
+                fix="keep one of them in config.json",
+            )
+        found.setdefault(key, (value, origin))
+    params = {key: value for key, (value, _) in found.items()}
+    params.setdefault("rope_type", "default")
+    params.setdefault("rope_theta", DEFAULT_THETA)
+    return params
+
+
+def _entries(config: Any, layer_type: str | None, where: str) -> Iterator[tuple[str, str, Any]]:
+    """(where it stands, key, value) of everything that says something about rotary embeddings."""
+
+    def get(key: str) -> Any:
+        return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+    nested = [(name, entry) for name in _NESTED if isinstance(entry := get(name), Mapping)]
+    if not nested and isinstance(config, Mapping) and not _is_model_config(config):
+        entry = _choose(config, layer_type, where)
+        yield from ((key, key, value) for key, value in entry.items() if key not in _NESTED)
+        return
+    for name, entry in nested:
+        yield from ((f"{name}.{key}", key, value) for key, value in _choose(entry, layer_type, where).items())
+    yield from ((key, key, get(key)) for key in _BESIDE)
+
+
+def _is_model_config(config: Mapping[str, Any]) -> bool:
+    return "model_type" in config or "architectures" in config or "hidden_size" in config
+
+
+def _choose(entry: Mapping[str, Any], layer_type: str | None, where: str) -> Mapping[str, Any]:
+    """The entry of one layer type, where they are given per layer type."""
+    inner = {key: value for key, value in entry.items() if isinstance(value, Mapping)}
+    if not inner:
+        return entry
+    if layer_type not in inner:
+        raise RopeError(
+            f"rotary parameters are given per layer type ({', '.join(inner)}), and {layer_type!r} is asked for",
+            where=where,
+            fix="the model file has to pass one entry: rope_parameters(config, layer_type)",
+        )
+    return inner[layer_type]

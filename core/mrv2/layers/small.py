@@ -1,0 +1,108 @@
+"""Small layers without a product: norms, embeddings, activations, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mrv2.attn.backend import AttentionArgs
+from mrv2.errors import LayerArgumentError
+from mrv2.layers.base import Slot
+from mrv2.layers.linear import make_parameter, own_slots
+
+if TYPE_CHECKING:
+    from mrv2.layers.context import NativeContext
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+"""By transformers' `hidden_act` names."""
+
+
+def activation(name: str, where: str) -> Callable[[Tensor], Tensor]:
+    """The activation called `name`.
+
+    Raises:
+        LayerArgumentError: there is none.
+    """
+    if name not in ACTIVATIONS:
+        raise LayerArgumentError(
+            f"activation {name!r} is unknown", where=where, fix=f"use one of: {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[name]
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last axis; see `LayerSet.norm`.
+
+    As transformers does it: the mean square in float32, the result cast back, then the weight.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = make_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size]."""
+        weight = self.weight
+        if x.dtype is torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """`weight`."""
+        return own_slots(self)
+
+
+class Embedding(nn.Module):
+    """Token table; see `LayerSet.embedding`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = make_parameter(vocab_size, hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens] integers to [num_tokens, hidden]."""
+        return F.embedding(input_ids, self.weight)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """`weight`."""
+        return own_slots(self)
+
+
+class Attention(nn.Module):
+    """Cache write and causal attention; see `LayerSet.attention`. Has no parameters."""
+
+    def __init__(self, name: str, args: AttentionArgs) -> None:
+        super().__init__()
+        self.name = name  # full: caches go by it
+        self.args = args
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: NativeContext) -> Tensor:
+        """[num_tokens, heads * head_dim] from q [num_tokens, heads, head_dim], k and v [num_tokens, kv_heads,
+        head_dim]; each may come flat over its last two axes.
+        """
+        args = self.args
+        out = ctx.attend(
+            self.name,
+            q.view(-1, args.num_heads, args.head_dim),
+            k.view(-1, args.num_kv_heads, args.head_dim),
+            v.view(-1, args.num_kv_heads, args.head_dim),
+            args,
+        )
+        return out.reshape(-1, args.num_heads * args.head_dim)

@@ -1,0 +1,134 @@
+"""A checkpoint made into a model that can run: built on its device, filled strictly, finalised."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mrv2.config import ModelConfig
+from mrv2.context import AdapterContext
+from mrv2.errors import UnsupportedError
+from mrv2.layers.base import LayerSet
+from mrv2.loader.source import SafetensorsSource, WeightSource, iter_tensors, tensor_infos
+from mrv2.loader.weights import LoadReport, check_weights, load_weights
+
+
+class ModelAdapter(Protocol):
+    """What is needed of a loaded adapter here."""
+
+    def model_class(self, ctx: AdapterContext) -> Any:
+        """The model class of `ctx.architecture` (`ModelClass`)."""
+        ...
+
+    def weight_source(self, ctx: AdapterContext) -> Any:
+        """The adapter's own weight source, or None."""
+        ...
+
+
+def open_source(config: ModelConfig, adapter: ModelAdapter) -> WeightSource:
+    """The adapter's weight source, else the folder's safetensors.
+
+    Raises:
+        CheckpointFileError: see `SafetensorsSource`.
+    """
+    own: WeightSource | None = adapter.weight_source(config.context())
+    return SafetensorsSource(config.path) if own is None else own
+
+
+def checkpoint_dtype(config: ModelConfig, source: WeightSource) -> torch.dtype:
+    """The dtype a checkpoint was written for: the config's, else that of its first floating tensor, else fp32."""
+    if config.dtype is not None:
+        return config.dtype
+    dtypes = (source.dtype(name) for name in source.names())
+    return next((d for d in dtypes if d.is_floating_point), torch.float32)
+
+
+def build_model(
+    config: ModelConfig, adapter: ModelAdapter, layers: LayerSet, *, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """The model, its parameters allocated on `device` and not yet filled.
+
+    It is built in place, not on the meta device: tables that constructors compute (rotary ones) would be lost.
+    """
+    with torch.device(device), default_dtype(dtype):
+        model: nn.Module = adapter.model_class(config.context())(layers, config.hf_config)
+    return model.requires_grad_(False).eval()
+
+
+def load_model(
+    config: ModelConfig,
+    adapter: ModelAdapter,
+    layers: LayerSet,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: WeightSource | None = None,
+) -> nn.Module:
+    """Build the model of `config` and fill it; ready to run when this returns.
+
+    Args:
+        config: from `load_model_config`.
+        adapter: from the registry.
+        layers: the host's layer set.
+        device: where parameters and constructor-made tables live.
+        dtype: of parameters; checkpoint tensors are converted as they are copied.
+        source: instead of the adapter's or the folder's.
+
+    Raises:
+        WeightsError, CheckpointFileError: the checkpoint doesn't fit, or can't be read.
+        UnsupportedError: the checkpoint is quantised.
+        SlotError: the model's own layers are at fault.
+    """
+    quantised = config.raw.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedError(
+            f"the checkpoint is quantised ({method}), which the native runner doesn't read",
+            where=str(config.path / "config.json"),
+            fix="use the unquantised checkpoint, or run this one in vLLM",
+        )
+    source = open_source(config, adapter) if source is None else source
+    model = build_model(config, adapter, layers, device=device, dtype=dtype)
+    fill_model(model, source, num_layers=config.num_layers)
+    return model
+
+
+def fill_model(model: nn.Module, source: WeightSource, *, num_layers: int | None = None) -> LoadReport:
+    """Fill `model`, new or running, from `source`, then finalise it. Parameters keep their addresses.
+
+    Names and shapes are compared before anything is copied, so a checkpoint that doesn't fit leaves a running
+    model as it was (except with a weight map that has a `transform`, or a tied head that differs).
+
+    Raises:
+        WeightsError: the checkpoint doesn't fit; the message says whether anything has been loaded.
+    """
+    weight_map: Any = model.weight_map  # a class attribute, part of what a model class must have
+    where = ", ".join(str(f) for f in source.files[:2]) + (", …" if len(source.files) > 2 else "")
+    check_weights(model, tensor_infos(source), weight_map, num_layers=num_layers, where=where)
+    report = load_weights(model, iter_tensors(source), weight_map, num_layers=num_layers, where=where)
+    finalize(model)
+    return report
+
+
+def finalize(model: nn.Module) -> None:
+    """Call `finalize_weights()` of every module that has it, inner ones first. Can be repeated."""
+    for module in reversed(list(model.modules())):
+        hook = getattr(module, "finalize_weights", None)
+        if hook is not None:
+            with torch.no_grad():
+                hook()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's default dtype within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

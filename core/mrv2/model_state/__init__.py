@@ -1,0 +1,1 @@
+"""mrv2.model_state."""

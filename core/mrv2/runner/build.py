@@ -1,0 +1,237 @@
+"""From a model's name, or a built model, to an engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from mrv2.attn.groups import AttentionCache, make_groups
+from mrv2.config import ModelConfig, load_model_config
+from mrv2.errors import UnsupportedError
+from mrv2.layers.base import DTYPES
+from mrv2.layers.native import NativeLayers
+from mrv2.loader.load import load_model
+from mrv2.loader.model import resolve_model
+from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
+from mrv2.model_state.base import ModelState
+from mrv2.model_state.default import DefaultModelState
+from mrv2.registry import Registry
+from mrv2.runner.block_pool import BlockPool
+from mrv2.runner.engine import Engine
+from mrv2.runner.forward import ForwardPass
+from mrv2.runner.intake import Intake, RequestLimits
+from mrv2.runner.kv_cache import KVCacheManager
+from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks, page_sizes
+from mrv2.runner.runner import Runner
+from mrv2.runner.scheduler import Scheduler
+from mrv2.runner.sync import SyncRunner
+from mrv2.state.view import Limits
+
+DEFAULT_MAX_MODEL_LEN = 8192
+"""For a model that names no limit of its own, when the caller names none either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a model.
+
+    Args:
+        dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's on a GPU, float32 on a CPU.
+        device: a torch device, or "auto": the first GPU, else the CPU.
+        max_model_len: most tokens of one request; None: the model's own context.
+        max_num_seqs: most requests running at once.
+        max_num_tokens: most tokens computed in one step; long prompts are cut into chunks.
+        max_chunk: most prompt tokens of one request in one step; None: no limit of its own.
+        block_size: tokens per KV block.
+        kv_memory: bytes of the KV cache; None: a share of the free memory, as far as it can be used.
+        num_blocks: blocks of the KV cache, scratch included; overrides `kv_memory`.
+        prefix_caching: reuse cached blocks of equal prefixes.
+        depth: steps in flight; None: 1 on a CPU, 2 on a GPU.
+        runner: "async", or "sync": its plain twin, for debugging.
+        seed: of the generator behind unseeded requests; None: from the system.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_tokens: int = 2048
+    max_chunk: int | None = None
+    block_size: int = 16
+    kv_memory: int | None = None
+    num_blocks: int | None = None
+    prefix_caching: bool = True
+    depth: int | None = None
+    runner: Literal["async", "sync"] = "async"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules: list[tuple[str, bool, str]] = [
+            ("dtype", self.dtype == "auto" or self.dtype in DTYPES, f"auto or one of {', '.join(DTYPES)}"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
+            (
+                "max_num_tokens",
+                self.max_num_tokens >= self.max_num_seqs,
+                "at least max_num_seqs, or decodes would starve",
+            ),
+            ("max_chunk", self.max_chunk is None or self.max_chunk >= 1, "at least 1"),
+            ("block_size", self.block_size >= 1, "at least 1"),
+            ("kv_memory", self.kv_memory is None or self.kv_memory > 0, "a positive number of bytes"),
+            ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2 (one is scratch)"),
+            ("depth", self.depth is None or 1 <= self.depth <= 8, "from 1 to 8"),
+            ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
+            ("runner", self.runner in ("async", "sync"), "async or sync"),
+        ]
+        for name, ok, want in rules:
+            if not ok:
+                raise UnsupportedError(
+                    f"{name}={getattr(self, name)!r}: must be {want}", where="engine settings", fix=f"change {name}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A running engine's pieces, as its front end needs them."""
+
+    engine: Engine
+    intake: Intake
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with weights, before it is given memory for a cache."""
+
+    module: nn.Module
+    caches: Mapping[str, AttentionCache]
+    state_class: type[ModelState]
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    adapter: str  # "name version", for messages and statistics
+
+
+def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
+    """Find the model and its adapter, build it and load its weights strictly.
+
+    Args:
+        model: folder, GGUF file, bundled name or hub id.
+        config: dtype and device are used here.
+        adapters: local adapter files or folders, used beside the installed ones.
+
+    Raises:
+        Mrv2Error: whatever is wrong, by its own type.
+    """
+    device = choose_device(config.device)
+    registry = Registry.discover(adapters=adapters)
+    location = resolve_model(model)
+    model_config = load_model_config(location.path, registry)
+    adapter = registry.resolve(model_config.architecture)
+    dtype = choose_dtype(config.dtype, model_config, device)
+    ctx = model_config.context()
+    layers = NativeLayers()
+    module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
+    return LoadedModel(
+        module=module,
+        caches=layers.caches,
+        state_class=adapter.model_state_class(ctx) or DefaultModelState,
+        config=model_config,
+        tokenizer=load_tokenizer(ctx, adapter),
+        adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `name` means.
+
+    Raises:
+        UnsupportedError: torch doesn't know it, or it isn't there.
+    """
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise UnsupportedError(f"device {name!r} is unknown", where="device", fix="use cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise UnsupportedError(f"device {name!r} is not available here", where="device", fix="use --device cpu")
+    return device
+
+
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `name` means for this checkpoint on this device."""
+    if name != "auto":
+        return DTYPES[name]
+    return config.dtype or torch.float32 if device.type == "cuda" else torch.float32
+
+
+def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
+    """Give a loaded model its cache, state, scheduler and runner.
+
+    Raises:
+        CacheTooSmallError: the granted memory can't hold one block.
+    """
+    device, dtype = choose_device(config.device), next(loaded.module.parameters()).dtype
+    limits = Limits(
+        max_rows=config.max_num_seqs,
+        max_num_tokens=config.max_num_tokens,
+        max_model_len=_max_model_len(loaded.config, config),
+        device=device,
+        dtype=dtype,
+        vocab_size=loaded.config.vocab_size,
+    )
+    groups = make_groups(loaded.caches, config.block_size)
+    num_blocks = config.num_blocks or choose_num_blocks(
+        sum(page_sizes(groups, loaded.caches, dtype)),
+        wanted_blocks=1 + len(groups) * limits.max_rows * -(-limits.max_model_len // config.block_size),
+        kv_memory=config.kv_memory,
+        device=device,
+    )
+    caches = allocate_caches(groups, loaded.caches, num_blocks=num_blocks, dtype=dtype, device=device)
+    kv = KVCacheManager(
+        BlockPool(num_blocks),
+        groups,
+        max_rows=limits.max_rows,
+        max_model_len=limits.max_model_len,
+        prefix_caching=config.prefix_caching,
+    )
+    scheduler = Scheduler(
+        kv,
+        max_rows=limits.max_rows,
+        max_num_tokens=limits.max_num_tokens,
+        max_model_len=limits.max_model_len,
+        max_chunk=config.max_chunk,
+    )
+    forward = ForwardPass(loaded.module, loaded.state_class(loaded.module, limits, groups), groups, caches)
+    runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)
+    depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
+    request_limits = RequestLimits(
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        cache_capacity=kv.capacity,
+        eos_token_ids=_end_tokens(loaded),
+    )
+    return EngineParts(
+        engine=Engine(scheduler, runner, depth=depth),
+        intake=Intake(request_limits, config.seed),
+        limits=limits,
+    )
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    own = model.max_model_len
+    if config.max_model_len is not None and own is not None and config.max_model_len > own:
+        raise UnsupportedError(
+            f"max_model_len={config.max_model_len} exceeds the model's context of {own}",
+            where=f"engine settings and {model.path}",
+            fix="lower max_model_len",
+        )
+    return config.max_model_len or own or DEFAULT_MAX_MODEL_LEN
+
+
+def _end_tokens(loaded: LoadedModel) -> tuple[int, ...]:
+    """The config's end tokens and the tokenizer's: a checkpoint may name its chat's end in either."""
+    own = () if loaded.tokenizer is None else loaded.tokenizer.eos_token_ids
+    return tuple(dict.fromkeys(loaded.config.eos_token_ids + own))

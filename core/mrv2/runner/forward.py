@@ -1,0 +1,49 @@
+"""The model part of a step: device side of `ModelState`, forward, logits. Shared by both runners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from mrv2.attn.backend import select_backend
+from mrv2.attn.groups import KVGroup
+from mrv2.layers.context import NativeContext
+from mrv2.model_state.base import ModelState
+from mrv2.state.view import StepView
+
+
+class ForwardPass:
+    """A built model with its state and caches.
+
+    Args:
+        model: built from the native layer set, weights loaded.
+        state: its `ModelState`.
+        groups: KV groups, in the order of `StepView.block_tables`.
+        caches: layer name to cache tensor.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: ModelState, groups: Sequence[KVGroup], caches: Mapping[str, Tensor]
+    ) -> None:
+        self.model = model
+        self.state = state
+        self._caches = caches
+        self._group_of = {name: group.name for group in groups for name in group.layers}
+        self._backend = select_backend(state.limits.device)
+        state.bind_kv_cache(caches)
+
+    def hidden(self, view: StepView) -> Tensor:
+        """Run the model; [num_tokens, hidden]."""
+        self.state.before_forward(view)
+        metadata = self.state.prepare_attn(view)
+        inputs = self.state.prepare_inputs(view)
+        ctx = NativeContext(attn=metadata, caches=self._caches, group_of=self._group_of, backend=self._backend)
+        hidden: Tensor = self.model(view.input_ids, view.positions, ctx, **inputs)
+        return hidden
+
+    def logits(self, hidden: Tensor, view: StepView) -> Tensor:
+        """Logits of each request's last token, [num_reqs, vocab] float32."""
+        head: nn.Module = self.model.lm_head  # type: ignore[assignment]
+        logits: Tensor = head(hidden[view.logits_indices])
+        return logits.float()

@@ -1,0 +1,206 @@
+"""The rows' block tables on the host: growth, prefix hits, windows, release. Columnar by row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrv2.attn.groups import KVGroup
+from mrv2.runner.block_pool import BlockPool
+from mrv2.sample.params import SamplingParams
+from mrv2.state.plan import BlockWrites
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks that a new row starts with: per group, one id per block, 0 where out of the window."""
+
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+def hash_root(params: SamplingParams) -> bytes:
+    """Start of a request's hash chain: whatever besides token ids may change cache contents.
+
+    An adapter's per-request options can reach any layer, so requests with other options share nothing.
+    """
+    if not params.extra_args:
+        return b""
+    text = json.dumps(dict(params.extra_args), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, tokens_np: NDArray[np.int32], block_size: int) -> None:
+    """Append the chain hashes (128 bits) of all full blocks of `tokens_np` that `hashes` lacks."""
+    parent = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, len(tokens_np) - block_size + 1, block_size):
+        chunk = tokens_np[start : start + block_size].tobytes()
+        parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
+        hashes.append(parent)
+
+
+class KVCacheManager:
+    """Block tables per KV group, kept in step: column c of a row holds tokens c * block_size … in every group."""
+
+    def __init__(
+        self, pool: BlockPool, groups: Sequence[KVGroup], *, max_rows: int, max_model_len: int, prefix_caching: bool
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.block_size = groups[0].block_size if groups else 16
+        self.prefix_caching = prefix_caching
+        max_blocks = -(-max_model_len // self.block_size)
+        self.tables_np = [np.zeros((max_rows, max_blocks), np.int32) for _ in self.groups]
+        self.num_cols_np = np.zeros(max_rows, np.int32)
+        self._first_col_np = np.zeros((len(self.groups), max_rows), np.int32)  # first column not yet given back
+        self._hashed_np = np.zeros(max_rows, np.int32)  # columns already in the prefix cache
+        # (rows, start columns, column counts) appended since the last `take_writes`; the same in all groups.
+        self._grown: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+
+    # -- sizes -------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one request alone can hold at most."""
+        if not self.groups:
+            return 2**31 - 1
+        return self.pool.num_usable // len(self.groups) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks, over all groups, that `num_tokens` tokens of one request need."""
+        return -(-num_tokens // self.block_size) * len(self.groups)
+
+    def missing_np(self, rows_np: NDArray[np.int32], lens_np: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Columns each row lacks to hold `lens_np` tokens, [num_rows]."""
+        needed_np = (lens_np + self.block_size - 1) // self.block_size
+        missing_np: NDArray[np.int32] = np.maximum(needed_np - self.num_cols_np[rows_np], 0)
+        return missing_np
+
+    # -- growth ------------------------------------------------------------------------------------------
+
+    def grow(self, rows_np: NDArray[np.int32], missing_np: NDArray[np.int32]) -> None:
+        """Append `missing_np` columns to each row. The caller has checked that the blocks are free."""
+        need = missing_np > 0
+        rows_np, missing_np = rows_np[need], missing_np[need]
+        if not len(rows_np):
+            return
+        total = int(missing_np.sum())
+        starts_np = self.num_cols_np[rows_np]
+        cu_np = np.concatenate(([0], np.cumsum(missing_np))).astype(np.int32)
+        owner_np = np.repeat(np.arange(len(rows_np)), missing_np)
+        cols_np = starts_np[owner_np] + np.arange(total, dtype=np.int32) - cu_np[owner_np]
+        for table_np in self.tables_np:
+            table_np[rows_np[owner_np], cols_np] = self.pool.allocate(total)
+        self._grown.append((rows_np, starts_np, missing_np))
+        self.num_cols_np[rows_np] += missing_np
+
+    def take_writes(self) -> tuple[BlockWrites, ...]:
+        """What was appended since the last call, one entry per group."""
+        empty = np.empty(0, np.int32)
+        rows_np, starts_np, lens_np = (
+            (np.concatenate([empty, *parts]) for parts in zip(*self._grown, strict=True))
+            if (self._grown)
+            else (empty, empty, empty)
+        )
+        self._grown.clear()
+        cu_np = np.concatenate(([0], np.cumsum(lens_np))).astype(np.int32)
+        owner_np = np.repeat(np.arange(len(rows_np)), lens_np)
+        cols_np = starts_np[owner_np] + np.arange(cu_np[-1], dtype=np.int32) - cu_np[owner_np]
+        return tuple(
+            BlockWrites(rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np])
+            for table_np in self.tables_np
+        )
+
+    # -- prefix cache ------------------------------------------------------------------------------------
+
+    def find_prefix(self, hashes: Sequence[bytes], max_blocks: int) -> PrefixHit:
+        """Longest prefix of at most `max_blocks` blocks that every group can serve from the cache."""
+        if not self.prefix_caching or not self.groups:
+            return PrefixHit(0, tuple(() for _ in self.groups))
+        n = min(max_blocks, len(hashes))
+        settled = False
+        while not settled:
+            settled = True
+            for g, group in enumerate(self.groups):
+                m = self._longest_in_group(g, group.window, hashes[:n])
+                settled, n = settled and m == n, m
+        return PrefixHit(n * self.block_size, tuple(self._hit_blocks(g, hashes[:n]) for g in range(len(self.groups))))
+
+    def _longest_in_group(self, g: int, window: int | None, hashes: Sequence[bytes]) -> int:
+        if window is None:
+            for n, digest in enumerate(hashes):
+                if self.pool.find((g, digest)) is None:
+                    return n
+            return len(hashes)
+        # After a hit of n blocks, the next token looks back window - 1 tokens: those blocks must be there.
+        run, reach = 0, -(-(window - 1) // self.block_size)
+        best_end = 0
+        for n, digest in enumerate(hashes):
+            run = run + 1 if self.pool.find((g, digest)) is not None else 0
+            if run >= min(reach, n + 1):
+                best_end = n + 1
+        return best_end
+
+    def _first_needed(self, window: int | None, num_tokens: int) -> int:
+        """First column that a token at position `num_tokens` or later can still look at."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
+    def _hit_blocks(self, g: int, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        first = self._first_needed(self.groups[g].window, len(hashes) * self.block_size)
+        found = [self.pool.find((g, digest)) if c >= first else 0 for c, digest in enumerate(hashes)]
+        return tuple(0 if block is None else block for block in found)
+
+    def open_row(self, row: int, hit: PrefixHit) -> None:
+        """Start `row` with the blocks of a prefix hit."""
+        n = hit.num_tokens // self.block_size
+        for g, blocks in enumerate(hit.blocks):
+            self.tables_np[g][row] = 0
+            self.tables_np[g][row, :n] = blocks
+            self.pool.share(block for block in blocks if block)
+            self._first_col_np[g, row] = self._first_needed(self.groups[g].window, hit.num_tokens)
+        self.num_cols_np[row] = n
+        self._hashed_np[row] = n
+        if n:
+            self._grown.append(tuple(np.array([x], np.int32) for x in (row, 0, n)))  # type: ignore[arg-type]
+
+    def commit(self, row: int, hashes: Sequence[bytes], num_computed: int) -> None:
+        """Index the row's full blocks whose tokens the host has confirmed as computed."""
+        done, n = int(self._hashed_np[row]), min(num_computed // self.block_size, len(hashes))
+        if not self.prefix_caching or n <= done:
+            return
+        for g, table_np in enumerate(self.tables_np):
+            for col in range(done, n):
+                if table_np[row, col]:
+                    self.pool.cache(int(table_np[row, col]), (g, hashes[col]))
+        self._hashed_np[row] = n
+
+    # -- release -----------------------------------------------------------------------------------------
+
+    def trim_windows(self, rows_np: NDArray[np.int32], computed_np: NDArray[np.int32]) -> None:
+        """Give back blocks that no later token of these rows looks at. `computed_np`: confirmed lengths."""
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            first_np = np.maximum(computed_np - group.window + 1, 0) // self.block_size
+            behind_np = first_np > self._first_col_np[g, rows_np]
+            for row, first in zip(rows_np[behind_np], first_np[behind_np], strict=True):
+                self._drop(g, int(row), int(self._first_col_np[g, row]), int(first))
+                self._first_col_np[g, row] = first
+
+    def release_row(self, row: int) -> None:
+        """Give back all blocks of `row`, its tail first in line for eviction."""
+        for g in range(len(self.groups)):
+            self._drop(g, row, 0, int(self.num_cols_np[row]))
+            self._first_col_np[g, row] = 0
+        self.num_cols_np[row] = 0
+        self._hashed_np[row] = 0
+
+    def _drop(self, g: int, row: int, start: int, stop: int) -> None:
+        cols = self.tables_np[g][row, start:stop]
+        self.pool.release(int(block) for block in cols[::-1] if block)
+        cols[:] = 0

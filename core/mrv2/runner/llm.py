@@ -1,0 +1,193 @@
+"""`mrv2.LLM`: load a model and generate, in a batch or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from mrv2.errors import RequestError, TokenizerError
+from mrv2.runner.build import EngineConfig, assemble, load
+from mrv2.runner.driver import Driver
+from mrv2.runner.output_processor import ResultFuture, Ticket
+from mrv2.runner.request import FinishReason
+from mrv2.runner.results import RequestOutput, StreamOutput
+from mrv2.sample.params import SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+Message = Mapping[str, str]
+"""One chat message: `role` and `content`."""
+
+
+class LLM:
+    """A loaded model.
+
+        llm = LLM("smollm2")
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+
+    Args:
+        model: folder, GGUF file, bundled name (`smollm2`) or hub id.
+        adapters: local adapter files or folders, beside the installed ones.
+        settings: fields of `EngineConfig`.
+
+    Raises:
+        Mrv2Error: the model, its adapter, its weights or the settings are wrong; each with its own code.
+    """
+
+    def __init__(self, model: str, *, adapters: Sequence[str] = (), **settings: Any) -> None:
+        known = EngineConfig.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise TypeError(f"LLM() has no setting {name!r}; there are: {', '.join(known)}")
+        self.config = EngineConfig(**settings)
+        self.model = load(model, self.config, adapters)
+        parts = assemble(self.model, self.config)
+        self.limits = parts.limits
+        self.stats = parts.engine.scheduler.stats
+        self._intake = parts.intake
+        self._driver = Driver(parts.engine, self.model.tokenizer)
+        self._ids = itertools.count()
+        self._close = weakref.finalize(self, self._driver.close)
+
+    # -- use ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_done: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts as one batch; results come in the prompts' order.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: one for all, or one per prompt.
+            on_done: called with each result as it ends, in a thread of the engine; for progress.
+
+        Raises:
+            RequestError: a prompt is wrong. Nothing has been started then.
+            EngineError: the engine failed.
+        """
+        many: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        futures = self.submit(many, params)
+        if on_done is not None:
+            for future in futures:
+                future.add_done_callback(lambda f: None if f.exception() else on_done(f.result()))
+        return self.wait(futures)
+
+    def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[ResultFuture]:
+        """Start generating and return at once. `wait` collects.
+
+        Raises:
+            RequestError: a prompt is wrong. Nothing has been started then.
+        """
+        each = self._spread(params, len(prompts))
+        tickets = [self._ticket(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        self._driver.submit(tickets)
+        return [ticket.future for ticket in tickets]
+
+    def wait(self, futures: Sequence[ResultFuture]) -> list[RequestOutput]:
+        """Results of `submit`, in order. If the wait is interrupted, all of them are aborted."""
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                if not future.done():
+                    self._driver.end(future.request_id, FinishReason.ABORT)
+            raise
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamOutput]:
+        """Yield pieces as they are generated; the last one carries the whole result.
+
+        Leaving the loop early, or cancelling the task, aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[StreamOutput | BaseException] = asyncio.Queue()
+
+        def pass_on(item: StreamOutput | BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pieces.put_nowait, item)
+
+        ticket = self._ticket(prompt, params or SamplingParams(), on_piece=pass_on)
+        ticket.future.add_done_callback(lambda f: pass_on(error) if (error := f.exception()) else None)
+        self._driver.submit([ticket])
+        try:
+            while True:
+                item = await pieces.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished is not None:
+                    return
+        finally:
+            if not ticket.future.done():
+                self._driver.end(ticket.request.req_id, FinishReason.ABORT)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer.
+
+        Raises:
+            TokenizerError: there is no tokenizer, or it has no chat template.
+        """
+        if self.model.tokenizer is None:
+            raise _no_tokenizer("a chat")
+        return self.model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def close(self) -> None:
+        """Abort what runs and stop the engine's threads."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- helpers -----------------------------------------------------------------------------------------
+
+    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RequestError(
+                f"{count} prompts, but {len(params)} sets of parameters",
+                where="LLM.generate",
+                fix="give one SamplingParams for all prompts, or one per prompt",
+            )
+        return list(params)
+
+    def _ticket(
+        self, prompt: Prompt, params: SamplingParams, *, on_piece: Callable[[StreamOutput], None] | None = None
+    ) -> Ticket:
+        tokenizer = self.model.tokenizer
+        if tokenizer is None and isinstance(prompt, str):
+            raise _no_tokenizer("a text prompt")
+        if tokenizer is None and params.stop:
+            raise _no_tokenizer("a stop string")
+        text = prompt if isinstance(prompt, str) else None
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else prompt
+        req_id = str(next(self._ids))
+        request = self._intake.request(req_id, ids, params, watched=on_piece is not None)  # type: ignore[arg-type]
+        return Ticket(request=request, prompt=text, future=ResultFuture(req_id), on_piece=on_piece)
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _no_tokenizer(what: str) -> TokenizerError:
+    return TokenizerError(
+        f"{what} needs a tokenizer, and the model has none",
+        where="LLM",
+        fix="give token ids, or add the tokenizer's files to the model's folder",
+    )

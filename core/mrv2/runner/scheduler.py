@@ -1,0 +1,345 @@
+"""First come, first served: chunked prefill, prefix hits, preemption by recompute. No loop over decoding rows.
+
+A row and its blocks stay with their request until the last step that can write them has come back
+(*draining*), so an output in flight never meets another owner's row. `plan` may be called again before
+earlier steps have returned; `update` takes their outputs in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrv2.api import RequestData
+from mrv2.runner.kv_cache import KVCacheManager, extend_hashes
+from mrv2.runner.outputs import StepOutput
+from mrv2.runner.request import FinishReason, Request, Status
+from mrv2.runner.row_columns import RowColumns
+from mrv2.state.plan import StepPlan
+from mrv2.state.rows import RowAllocator
+
+Rows = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvents:
+    """What an output changed, for the front end. Only watched requests appear before their end."""
+
+    watched: tuple[tuple[Request, int, int], ...]  # (request, batch position, number of new tokens)
+    ended: tuple[Request, ...]
+    output: StepOutput
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    peak_running: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The plan while it is being made."""
+
+    budget: int
+    rows: list[Rows] = field(default_factory=list)
+    takes: list[Rows] = field(default_factory=list)
+    added: list[tuple[int, RequestData]] = field(default_factory=list)
+    preempted: bool = False
+
+    def append(self, rows_np: Rows, takes_np: Rows) -> None:
+        self.rows.append(rows_np)
+        self.takes.append(takes_np)
+        self.budget -= int(takes_np.sum())
+
+
+class Scheduler:
+    """Decides each step's batch and keeps every request's host state.
+
+    Args:
+        kv: block tables of the rows.
+        max_rows: most requests running at once.
+        max_num_tokens: most tokens computed in one step.
+        max_model_len: most tokens of one request.
+        max_chunk: most prompt tokens of one request in one step; None: only `max_num_tokens` limits.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_rows: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        max_chunk: int | None = None,
+    ) -> None:
+        self.kv = kv
+        self.columns = RowColumns(max_rows, max_model_len)
+        self.stats = SchedulerStats()
+        self._max_num_tokens = max_num_tokens
+        self._max_chunk = max_chunk or max_num_tokens
+        self._rows = RowAllocator(max_rows)
+        self._requests: dict[str, Request] = {}
+        self._by_row: list[Request | None] = [None] * max_rows
+        self._waiting: deque[Request] = deque()
+        self._running: list[int] = []  # rows, in order of arrival
+        self._running_np: Rows | None = None  # the same as an array; None after a change
+        self._draining: set[int] = set()  # rows that left `_running` with steps in flight
+        self._removed: list[tuple[int, str]] = []
+        self._step_id = 0
+
+    # -- arrival and departure -----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running, or a row still drains."""
+        return bool(self._waiting or self._running or self._draining)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a row and take part in steps."""
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its limits have been checked at the front door."""
+        assert request.req_id not in self._requests
+        assert len(request.tokens_np) < request.len_limit <= self.kv.capacity
+        extend_hashes(request.hashes, request.hash_root, request.tokens_np, self.kv.block_size)
+        self._requests[request.req_id] = request
+        self._waiting.append(request)
+
+    def end(self, req_id: str, reason: FinishReason) -> Request | None:
+        """End a request from outside: abort, or a stop string. Its tokens in flight are dropped.
+
+        Returns it, or None when it is unknown or has ended already.
+        """
+        request = self._requests.get(req_id)
+        if request is None:
+            return None
+        self._end(request, reason)
+        return request
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        was_running = request.status is Status.RUNNING
+        if not was_running:
+            self._waiting.remove(request)
+        request.status, request.finish_reason, request.ended = Status.ENDED, reason, time.monotonic()
+        del self._requests[request.req_id]
+        if request.row is not None:
+            request.tokens_np = self.columns.known_tokens(request.row)
+            self.columns.open_np[request.row] = False
+            if was_running:
+                self._leave(request.row)
+
+    def _preempt(self, row: int) -> None:
+        request = self._request_at(row)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self._waiting.appendleft(request)
+        self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        """Take `row` out of the running set; free it now, or when its last step has come back."""
+        self._running.remove(row)
+        self._running_np = None
+        self._removed.append((row, self._request_at(row).req_id))
+        if self.columns.in_flight_np[row]:
+            self._draining.add(row)
+        else:
+            self._release(row)
+
+    def _release(self, row: int) -> None:
+        request, columns = self._request_at(row), self.columns
+        if columns.open_np[row]:  # preempted: it goes on from what was confirmed
+            request.tokens_np = columns.known_tokens(row)
+        computed = int(columns.computed_np[row])
+        extend_hashes(request.hashes, request.hash_root, columns.tokens_np[row, :computed], self.kv.block_size)
+        self.kv.commit(row, request.hashes, computed)
+        self.kv.release_row(row)
+        self._rows.release(row)
+        columns.open_np[row] = False
+        request.row, self._by_row[row] = None, None
+        self._draining.discard(row)
+
+    def _request_at(self, row: int) -> Request:
+        request = self._by_row[row]
+        assert request is not None, f"row {row} has no owner"
+        return request
+
+    # -- planning ------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before an output comes back."""
+        batch = _Batch(self._max_num_tokens)
+        columns = self.columns
+        if self._running_np is None:
+            self._running_np = np.array(self._running, np.int32)
+        rows_np = self._running_np
+        # A row at its limit only waits for its output; the device stops it by the same rule.
+        remaining_np = np.where(
+            columns.total_ub_np[rows_np] < columns.len_limit_np[rows_np],
+            columns.total_ub_np[rows_np] - columns.scheduled_ub_np[rows_np],
+            0,
+        )
+        self._plan_decodes(batch, rows_np[remaining_np == 1])
+        for row in rows_np[remaining_np > 1].tolist():
+            self._plan_chunk(batch, row)
+        while self._waiting and batch.budget > 0 and not batch.preempted and self._admit(batch):
+            pass
+        return self._finish_plan(batch)
+
+    def _plan_decodes(self, batch: _Batch, rows_np: Rows) -> None:
+        rows_np = rows_np[: batch.budget]
+        while True:
+            missing_np = self.kv.missing_np(rows_np, self.columns.scheduled_ub_np[rows_np] + 1)
+            short = int(missing_np.sum()) * len(self.kv.groups) - self.kv.pool.num_free
+            if short <= 0:
+                break
+            if self._draining:  # their blocks come back; preempting more now would be for nothing
+                rows_np, missing_np = rows_np[missing_np == 0], missing_np[missing_np == 0]
+                break
+            victim = self._running[-1]
+            self._preempt(victim)
+            batch.preempted = True
+            rows_np = rows_np[rows_np != victim]
+        self.kv.grow(rows_np, missing_np)
+        batch.append(rows_np, np.ones(len(rows_np), np.int32))
+
+    def _plan_chunk(self, batch: _Batch, row: int) -> None:
+        if batch.budget <= 0 or row not in self._running:
+            return
+        columns = self.columns
+        start = int(columns.scheduled_ub_np[row])
+        take = min(int(columns.total_ub_np[row]) - start, batch.budget, self._max_chunk)
+        rows_np = np.array([row], np.int32)
+        missing_np = self.kv.missing_np(rows_np, np.array([start + take], np.int32))
+        need = int(missing_np[0]) * len(self.kv.groups)
+        while need > self.kv.pool.num_free:
+            # Decodes go first and may have taken the last blocks: only what came later and is idle gives way.
+            victim = self._running[-1]
+            if self._draining or victim == row or any(victim in part for part in batch.rows):
+                return
+            self._preempt(victim)
+            batch.preempted = True
+        self.kv.grow(rows_np, missing_np)
+        batch.append(rows_np, np.array([take], np.int32))
+
+    def _admit(self, batch: _Batch) -> bool:
+        request = self._waiting[0]
+        if request.row is not None or not self._rows.num_free:  # still draining, or the table is full
+            return False
+        total = len(request.tokens_np)
+        hit = self.kv.find_prefix(request.hashes, (total - 1) // self.kv.block_size)
+        shared = [block for blocks in hit.blocks for block in blocks if block]
+        need = self.kv.blocks_for(total) - self.kv.blocks_for(hit.num_tokens)
+        # Room for the next growth of what runs already, or the newcomer would soon be preempted again.
+        need += min(len(self._running) * len(self.kv.groups), self.kv.pool.num_usable // 20)
+        if need > self.kv.pool.num_free - self.kv.pool.num_free_of(shared):
+            return False
+        self._waiting.popleft()
+        row = self._rows.allocate()
+        request.row, request.status, self._by_row[row] = row, Status.RUNNING, request
+        self._running.append(row)
+        self._running_np = None
+        self.kv.open_row(row, hit)
+        self.columns.open(row, request, hit.num_tokens)
+        if not request.num_preemptions:
+            request.num_cached_tokens = hit.num_tokens
+            self.stats.cached_tokens += hit.num_tokens
+        batch.added.append((row, request.data(hit.num_tokens)))
+        take = min(total - hit.num_tokens, batch.budget, self._max_chunk)
+        rows_np = np.array([row], np.int32)
+        self.kv.grow(rows_np, self.kv.missing_np(rows_np, np.array([hit.num_tokens + take], np.int32)))
+        batch.append(rows_np, np.array([take], np.int32))
+        return True
+
+    def _finish_plan(self, batch: _Batch) -> StepPlan | None:
+        rows_np, takes_np = np.concatenate(batch.rows), np.concatenate(batch.takes)
+        if not len(rows_np):
+            return None
+        if len(batch.rows) > 1:  # single tokens first: they are one batch for the attention kernels
+            order_np = np.argsort(takes_np != 1, kind="stable")
+            rows_np, takes_np = rows_np[order_np], takes_np[order_np]
+        columns = self.columns
+        columns.scheduled_ub_np[rows_np] += takes_np
+        columns.total_ub_np[rows_np] += columns.scheduled_ub_np[rows_np] == columns.total_ub_np[rows_np]
+        columns.in_flight_np[rows_np] += 1
+        self._step_id += 1
+        self.stats.steps += 1
+        self.stats.peak_running = max(self.stats.peak_running, len(self._running))
+        plan = StepPlan(
+            step_id=self._step_id,
+            removed=tuple(self._removed),
+            added=tuple(batch.added),
+            rows_np=rows_np,
+            query_lens_np=takes_np,
+            block_writes=self.kv.take_writes(),
+            num_decodes=int((takes_np == 1).sum()),
+            num_tokens=int(takes_np.sum()),
+            max_query_len=int(takes_np.max()),
+            max_seq_len=int(columns.scheduled_ub_np[rows_np].max()),
+        )
+        self._removed.clear()
+        return plan
+
+    # -- outputs -------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, output: StepOutput) -> StepEvents:
+        """Take the output of the oldest step in flight."""
+        columns, rows_np = self.columns, plan.rows_np
+        columns.in_flight_np[rows_np] -= 1
+        before_np = columns.computed_np[rows_np]
+        columns.computed_np[rows_np] = before_np + plan.query_lens_np
+        gained_np = np.where(columns.open_np[rows_np], output.num_sampled_np, 0)
+        ended_np = self._take_tokens(rows_np, output, gained_np)
+        prefilling_np = before_np < columns.prefill_len_np[rows_np]
+        self.stats.prefill_tokens += int(plan.query_lens_np[prefilling_np].sum())
+        self.stats.generated_tokens += int(gained_np.sum())
+        for row in rows_np[prefilling_np].tolist():
+            if columns.open_np[row]:
+                self.kv.commit(row, self._request_at(row).hashes, int(columns.computed_np[row]))
+        watched = tuple(
+            (self._request_at(int(rows_np[i])), int(i), int(gained_np[i]))
+            for i in np.nonzero(columns.watched_np[rows_np] & (gained_np > 0))[0]
+        )
+        ended = tuple(self._request_at(row) for row in ended_np.tolist())
+        for request in ended:
+            row = request.row
+            assert row is not None
+            stopped = bool(columns.stopped(np.array([row]), columns.tokens_np[row, columns.known_np[row] - 1][None])[0])
+            self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        for row in [r for r in self._draining if not columns.in_flight_np[r]]:
+            self._release(row)
+        alive_np = rows_np[columns.open_np[rows_np]]
+        self.kv.trim_windows(alive_np, columns.computed_np[alive_np])
+        return StepEvents(watched=watched, ended=ended, output=output)
+
+    def _take_tokens(self, rows_np: Rows, output: StepOutput, gained_np: Rows) -> Rows:
+        """Append the new tokens; return the rows that are at their end."""
+        columns = self.columns
+        ended: list[Rows] = []
+        for s in range(output.tokens_np.shape[1]):
+            live_np = gained_np > s
+            live_rows_np, tokens_np = rows_np[live_np], output.tokens_np[live_np, s]
+            columns.append(live_rows_np, tokens_np)
+            first_np = columns.known_np[live_rows_np] == columns.prompt_len_np[live_rows_np] + 1
+            for row in live_rows_np[first_np].tolist():
+                self._request_at(row).first_token = time.monotonic()
+            full_np = columns.known_np[live_rows_np] >= columns.len_limit_np[live_rows_np]
+            ended.append(live_rows_np[full_np | columns.stopped(live_rows_np, tokens_np)])
+        return np.concatenate(ended)

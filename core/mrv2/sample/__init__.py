@@ -1,0 +1,1 @@
+"""Sampling: parameters, per-row columns, the sampler and its order of operations."""

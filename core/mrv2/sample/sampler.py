@@ -1,0 +1,144 @@
+"""From logits to tokens, in one documented order: temperature, min-p, top-k, top-p, Gumbel-max draw.
+
+Given equal logits a token depends on its own request's parameters and position only: every operation works
+row by row, and ties always go to the lowest token id.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mrv2.kernels.sample_gumbel import sample_gumbel
+from mrv2.sample.states import SamplerNeeds, SamplingStates
+
+DRAW_STREAM = 0
+"""Noise stream of the target model's draws; drafting, acceptance and recovery have their own."""
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the model's own distribution. Column 0 is the sampled token."""
+
+    token_ids: Tensor  # [num_reqs, 1 + k] int64
+    logprobs: Tensor  # [num_reqs, 1 + k] float32
+    ranks: Tensor  # [num_reqs] int64, of the sampled token; 1 is the most likely
+
+
+class SamplerOutput(NamedTuple):
+    """One token per request."""
+
+    token_ids: Tensor  # [num_reqs] int64
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Draws one token per request.
+
+    Args:
+        states: parameter columns of the request table.
+    """
+
+    def __init__(self, states: SamplingStates) -> None:
+        self.states = states
+
+    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplerNeeds) -> SamplerOutput:
+        """Sample.
+
+        Args:
+            logits: [num_reqs, vocab] float32; not changed.
+            rows: [num_reqs] int32; padding may hold -1, its tokens mean nothing.
+            positions: [num_reqs] int64, the position that each new token will have.
+            needs: what the batch asks for.
+        """
+        at = rows.clamp(min=0).long()
+        scores = self._filtered(logits, at, needs) if needs.random else logits
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        sample_gumbel(
+            logits=scores,
+            rows=rows,
+            seeds=self.states.seed,
+            temperature=self.states.temperature,
+            positions=positions,
+            stream=DRAW_STREAM,
+            out=token_ids,
+        )
+        if needs.num_logprobs is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, top_logprobs(logits, token_ids, needs.num_logprobs))
+
+    def _filtered(self, logits: Tensor, at: Tensor, needs: SamplerNeeds) -> Tensor:
+        temperature = self.states.temperature[at]
+        scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if needs.min_p:
+            scores = apply_min_p(scores, self.states.min_p[at])
+        if needs.top_k or needs.top_p:
+            scores = apply_top_k_top_p(scores, self.states.top_k[at], self.states.top_p[at])
+        return scores
+
+
+def apply_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Drop tokens less likely than `min_p` times the most likely one (Nguyen et al., 2024).
+
+    On scores: p < min_p * p_max is s < s_max + log(min_p), so nothing has to be normalised.
+
+    Args:
+        scores: [num_reqs, vocab] float32.
+        min_p: [num_reqs] float32; 0 keeps all.
+    """
+    floor = scores.amax(-1, keepdim=True) + min_p.log()[:, None]
+    return scores.masked_fill(scores < floor, float("-inf"))
+
+
+def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the k most likely tokens, then the smallest set of those whose mass reaches p (Holtzman et al., 2020).
+
+    Tokens are ranked by score, equal ones by id. The most likely token always stays.
+
+    Args:
+        scores: [num_reqs, vocab] float32.
+        top_k: [num_reqs] int32; 0 keeps all.
+        top_p: [num_reqs] float32; 1 keeps all.
+    """
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    k = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
+    ranked = ranked.masked_fill(rank >= k, float("-inf"))
+    mass = ranked.softmax(-1)
+    before = mass.cumsum(-1) - mass
+    # Rounding can leave `before` short of 1 at the far end or NaN in a row without a finite score; rank 0 stays.
+    keep = (rank < k) & ((before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0))
+    return scores.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:
+    """The sampled token's log-probability and the k highest; only those are normalised.
+
+    Args:
+        logits: [num_reqs, vocab] float32.
+        token_ids: [num_reqs] int64, the sampled tokens.
+        k: number of highest ones.
+    """
+    norm = logits.logsumexp(-1, keepdim=True)
+    sampled = logits.gather(-1, token_ids[:, None])
+    ranks = (logits > sampled).sum(-1) + 1
+    ids = top_ids(logits, min(k, logits.shape[-1]))
+    values = torch.cat([sampled, logits.gather(-1, ids)], -1)
+    return Logprobs(torch.cat([token_ids[:, None], ids], -1), values - norm, ranks)
+
+
+def top_ids(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k highest logits, [num_reqs, k] int64; equal ones by id, which `topk` alone doesn't promise.
+
+    float32 bits, read as sign and magnitude, order like the numbers; the id goes below them in one int64.
+
+    Args:
+        logits: [num_reqs, vocab] float32; NaN counts as -inf.
+        k: at most the vocabulary's size.
+    """
+    vocab = logits.shape[-1]
+    bits = logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")).view(torch.int32).long()
+    order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+    key = order * 2**24 + (vocab - 1 - torch.arange(vocab, device=logits.device))
+    return key.topk(k, dim=-1).indices

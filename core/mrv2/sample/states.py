@@ -1,0 +1,92 @@
+"""Sampling parameters as columns, read through the row mapping, and what a batch needs of the sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mrv2.api import RequestData
+from mrv2.state.columns import MirroredColumn
+from mrv2.state.view import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerNeeds:
+    """Which operations a batch needs; host knowledge that chooses code, never results."""
+
+    random: bool
+    min_p: bool
+    top_k: bool
+    top_p: bool
+    num_logprobs: int | None  # most that any request asked for; None: nobody did
+
+
+class SamplingStates:
+    """One mirrored column per parameter."""
+
+    def __init__(self, limits: Limits) -> None:
+        rows, device = (limits.max_rows,), limits.device
+        self._temperature = MirroredColumn(rows, dtype=torch.float32, device=device)
+        self._top_k = MirroredColumn(rows, dtype=torch.int32, device=device)
+        self._top_p = MirroredColumn(rows, dtype=torch.float32, device=device)
+        self._min_p = MirroredColumn(rows, dtype=torch.float32, device=device)
+        self._seed = MirroredColumn(rows, dtype=torch.int64, device=device)
+        self._logprobs_np = np.full(rows, -1, np.int32)
+        self._vocab_size = limits.vocab_size
+
+    def add_request(self, row: int, request: RequestData) -> None:
+        """Stage all parameters of `row`."""
+        params = request.sampling
+        greedy = params.temperature == 0
+        self._temperature.set(row, params.temperature)
+        # A filter changes nothing for a greedy request: it must not make its batch sort.
+        self._top_k.set(row, 0 if greedy or params.top_k >= self._vocab_size else params.top_k)
+        self._top_p.set(row, 1.0 if greedy else params.top_p)
+        self._min_p.set(row, 0.0 if greedy else params.min_p)
+        self._seed.set(row, request.seed)
+        self._logprobs_np[row] = -1 if params.logprobs is None else params.logprobs
+
+    def flush(self) -> None:
+        """Bring staged values to the device."""
+        for column in (self._temperature, self._top_k, self._top_p, self._min_p, self._seed):
+            column.flush()
+
+    def needs(self, rows_np: NDArray[np.int32]) -> SamplerNeeds:
+        """What the batch of `rows_np` needs."""
+        logprobs = int(self._logprobs_np[rows_np].max(initial=-1))
+        return SamplerNeeds(
+            random=bool((self._temperature.np[rows_np] > 0).any()),
+            min_p=bool((self._min_p.np[rows_np] > 0).any()),
+            top_k=bool((self._top_k.np[rows_np] > 0).any()),
+            top_p=bool((self._top_p.np[rows_np] < 1).any()),
+            num_logprobs=None if logprobs < 0 else logprobs,
+        )
+
+    @property
+    def temperature(self) -> Tensor:
+        """[max_rows] float32; 0 is greedy."""
+        return self._temperature.device_tensor
+
+    @property
+    def top_k(self) -> Tensor:
+        """[max_rows] int32; 0 keeps all."""
+        return self._top_k.device_tensor
+
+    @property
+    def top_p(self) -> Tensor:
+        """[max_rows] float32; 1 keeps all."""
+        return self._top_p.device_tensor
+
+    @property
+    def min_p(self) -> Tensor:
+        """[max_rows] float32; 0 keeps all."""
+        return self._min_p.device_tensor
+
+    @property
+    def seed(self) -> Tensor:
+        """[max_rows] int64."""
+        return self._seed.device_tensor

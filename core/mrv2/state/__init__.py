@@ -1,0 +1,1 @@
+"""The request table, block tables, and one step's inputs."""

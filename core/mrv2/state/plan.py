@@ -1,0 +1,44 @@
+"""What the scheduler decides for one step: columnar, host only, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrv2.api import RequestData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWrites:
+    """Block ids appended (or replaced) in one KV group's table since the last step.
+
+    Run k writes `block_ids[cu_lens[k]:cu_lens[k + 1]]` to the table of `rows[k]` from column `starts[k]`.
+    """
+
+    rows: NDArray[np.int32]  # [num_writes]
+    starts: NDArray[np.int32]  # [num_writes]
+    cu_lens: NDArray[np.int32]  # [num_writes + 1]
+    block_ids: NDArray[np.int32]  # [cu_lens[-1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. Requests with one query token come first, so that decode attention is one batch."""
+
+    step_id: int
+    removed: tuple[tuple[int, str], ...]  # (row, req_id) of requests that left since the last plan
+    added: tuple[tuple[int, RequestData], ...]  # (row, request), new or resumed
+    rows_np: NDArray[np.int32]  # [num_reqs]
+    query_lens_np: NDArray[np.int32]  # [num_reqs] tokens computed in this step
+    block_writes: tuple[BlockWrites, ...]  # one per KV group
+    num_decodes: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int  # upper bound over the batch, this step included
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in this step."""
+        return len(self.rows_np)

@@ -1,0 +1,68 @@
+"""A model that does nothing: whatever time a step then takes is the runner's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mrv2.attn.groups import AttentionCache
+from mrv2.config import ModelConfig
+from mrv2.layers.base import StepContext, WeightMap
+from mrv2.model_state.default import DefaultModelState
+from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
+
+VOCAB_SIZE = 8
+
+
+class NullModel(nn.Module):
+    """Hidden states of zeros, and logits that always prefer token 1."""
+
+    weight_map: ClassVar[WeightMap] = WeightMap()
+    parts: ClassVar[tuple[type, ...]] = ()
+    recurrent: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.eye(VOCAB_SIZE)[1], requires_grad=False)
+        self.lm_head = self._head
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.row.expand(len(hidden), -1)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """[num_tokens, 1] zeros."""
+        return self.row.new_zeros(len(input_ids), 1)
+
+
+def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
+    """An engine around `NullModel`, with the block tables of one attention layer.
+
+    Args:
+        max_model_len: most tokens of one request.
+        settings: fields of `EngineConfig`.
+    """
+    config = ModelConfig(
+        path=Path("null"),
+        architecture="NullModel",
+        model_type="null",
+        hf_config=SimpleNamespace(),
+        raw={},
+        vocab_size=VOCAB_SIZE,
+        num_layers=1,
+        max_model_len=max_model_len,
+        eos_token_ids=(),
+        dtype=None,
+    )
+    loaded = LoadedModel(
+        module=NullModel(),
+        caches={"layer": AttentionCache(1, 1, None)},
+        state_class=DefaultModelState,
+        config=config,
+        tokenizer=None,
+        adapter="null",
+    )
+    return assemble(loaded, EngineConfig(device="cpu", **settings))

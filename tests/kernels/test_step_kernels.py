@@ -1,0 +1,262 @@
+"""Kernels that prepare a step and write it back: Triton against twin, and twin against plain loops."""
+
+import numpy as np
+import pytest
+import torch
+
+from mrv2.kernels import (
+    apply_staged_writes,
+    compute_query_start_loc,
+    compute_slot_mappings,
+    gather_block_tables,
+    prepare_inputs,
+    update_after_sample,
+)
+from mrv2.testing import check_kernel
+
+SEEDS = range(30)
+
+
+def ints(rng, low, high, shape, dtype=torch.int32):
+    return torch.from_numpy(np.asarray(rng.integers(low, high, size=shape))).to(dtype)
+
+
+def ragged_batch(rng, *, max_rows=12, max_len=600):
+    """Rows in random order, padding at the end, some rows inactive, lengths from 1 to more than a tile."""
+    real = int(rng.integers(1, max_rows + 1))
+    padded = int(rng.integers(real, max_rows + 1))
+    rows = torch.full((padded,), -1, dtype=torch.int32)
+    rows[:real] = torch.from_numpy(rng.permutation(max_rows)[:real])
+    lens = torch.zeros(padded, dtype=torch.int32)
+    lens[:real] = ints(rng, 1, int(rng.choice([2, 9, max_len // 2])), real)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)])
+    num_tokens = int(starts[-1] + rng.integers(0, 300))
+    return rows, lens, starts, num_tokens
+
+
+# -- query_start_loc -------------------------------------------------------------------------------------
+
+
+def query_start_inputs(rng):
+    n = int(rng.choice([1, 2, 37, 1024, 1025, 2500]))
+    return {"query_lens": ints(rng, 0, 5, n), "query_start_loc": torch.zeros(n + 1, dtype=torch.int32)}
+
+
+def test_query_start_loc_kernel_equals_twin():
+    check_kernel(compute_query_start_loc, query_start_inputs, outputs=("query_start_loc",))
+
+
+def test_query_start_loc_twin_equals_numpy():
+    inputs = query_start_inputs(np.random.default_rng(0))
+    compute_query_start_loc(**inputs)
+    want = np.concatenate([[0], np.cumsum(inputs["query_lens"].numpy())])
+    np.testing.assert_array_equal(inputs["query_start_loc"].numpy(), want)
+
+
+# -- prepare_inputs --------------------------------------------------------------------------------------
+
+PREPARED = ("seq_lens", "logits_indices", "token_to_i", "positions", "input_ids")
+
+
+def prepare_inputs_inputs(rng, max_rows=12, max_len=600):
+    rows, _, starts, num_tokens = ragged_batch(rng, max_rows=max_rows, max_len=max_len)
+    n = len(rows)
+    return {
+        "rows": rows,
+        "query_start_loc": starts,
+        "num_computed": ints(rng, 0, max_len, max_rows),
+        "all_token_ids": ints(rng, 1, 1000, (max_rows, max_len)),
+        "active": ints(rng, 0, 4, max_rows) > 0,
+        "seq_lens": torch.zeros(n, dtype=torch.int32),
+        "logits_indices": torch.zeros(n, dtype=torch.int64),
+        "token_to_i": torch.zeros(num_tokens, dtype=torch.int32),
+        "positions": torch.zeros(num_tokens, dtype=torch.int64),
+        "input_ids": torch.zeros(num_tokens, dtype=torch.int32),
+    }
+
+
+def test_prepare_inputs_kernel_equals_twin():
+    check_kernel(prepare_inputs, prepare_inputs_inputs, outputs=PREPARED, cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prepare_inputs_twin_equals_a_loop(seed):
+    inputs = prepare_inputs_inputs(np.random.default_rng(seed))
+    for name in PREPARED:
+        inputs[name].fill_(-77)
+    prepare_inputs(**inputs)
+    num_tokens, starts, table = len(inputs["positions"]), inputs["query_start_loc"].tolist(), inputs["all_token_ids"]
+    ids, positions, owner = [0] * num_tokens, [0] * num_tokens, [-1] * num_tokens
+    seq_lens, last = [], []
+    for i, row in enumerate(inputs["rows"].tolist()):
+        live = row >= 0 and bool(inputs["active"][row])
+        computed = int(inputs["num_computed"][row]) if live else 0
+        for token in range(starts[i], starts[i + 1]):
+            positions[token] = computed + token - starts[i]
+            owner[token] = i
+            if live and positions[token] < table.shape[1]:
+                ids[token] = int(table[row, positions[token]])
+        seq_lens.append(computed + starts[i + 1] - starts[i])
+        last.append(starts[i + 1] - 1 if starts[i + 1] > starts[i] else 0)
+    got = [inputs[name].tolist() for name in PREPARED]
+    assert got == [seq_lens, last, owner, positions, ids]
+
+
+# -- block tables and slots ------------------------------------------------------------------------------
+
+
+def gather_inputs(rng):
+    max_rows, groups, width = 9, int(rng.integers(1, 4)), int(rng.choice([1, 5, 300]))
+    rows, *_ = ragged_batch(rng, max_rows=max_rows)
+    return {
+        "tables": ints(rng, 1, 2**31 - 1, (groups, max_rows, width)),
+        "rows": rows,
+        "active": ints(rng, 0, 3, max_rows) > 0,
+        "num_cols": int(rng.integers(0, width + 1)),
+        "out": torch.zeros(groups, max_rows, width, dtype=torch.int32)[:, : len(rows)],
+    }
+
+
+def test_gather_block_tables_kernel_equals_twin():
+    check_kernel(gather_block_tables, gather_inputs, outputs=("out",), cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gather_block_tables_twin_equals_a_loop(seed):
+    inputs = gather_inputs(np.random.default_rng(seed))
+    inputs["out"].fill_(-7)
+    gather_block_tables(**inputs)
+    for i, row in enumerate(inputs["rows"].tolist()):
+        live = row >= 0 and inputs["active"][row]
+        for group in range(inputs["tables"].shape[0]):
+            cols = inputs["num_cols"]
+            want = inputs["tables"][group, row, :cols].tolist() if live else [0] * cols
+            got = inputs["out"][group, i].tolist()
+            assert got == want + [-7] * (len(got) - cols)
+
+
+def slot_inputs(rng):
+    max_rows, groups, width, size = 9, int(rng.integers(1, 4)), int(rng.integers(1, 20)), 16
+    rows, lens, _, num_tokens = ragged_batch(rng, max_rows=max_rows, max_len=40)
+    token_to_i = torch.full((num_tokens,), -1, dtype=torch.int32)
+    token_to_i[: int(lens.sum())] = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), lens)
+    return {
+        "tables": ints(rng, 0, 2**31 - 1, (groups, max_rows, width)),
+        "block_sizes": torch.tensor([size, size * 2, 1][:groups], dtype=torch.int32),
+        "rows": rows,
+        "active": ints(rng, 0, 3, max_rows) > 0,
+        "token_to_i": token_to_i,
+        "positions": ints(rng, 0, width * size, num_tokens, torch.int64),
+        "slots": torch.zeros(groups, num_tokens, dtype=torch.int64),
+    }
+
+
+def test_slot_mappings_kernel_equals_twin():
+    check_kernel(compute_slot_mappings, slot_inputs, outputs=("slots",), cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slot_mappings_twin_equals_a_loop(seed):
+    inputs = slot_inputs(np.random.default_rng(seed))
+    inputs["slots"].fill_(-7)
+    compute_slot_mappings(**inputs)
+    for group, size in enumerate(inputs["block_sizes"].tolist()):
+        for token, (i, position) in enumerate(
+            zip(inputs["token_to_i"].tolist(), inputs["positions"].tolist(), strict=True)
+        ):
+            row = inputs["rows"][i].item() if i >= 0 else -1
+            want = -1
+            if row >= 0 and inputs["active"][row] and position // size < inputs["tables"].shape[2]:
+                want = inputs["tables"][group, row, position // size].item() * size + position % size
+            assert inputs["slots"][group, token].item() == want
+
+
+# -- staged writes ---------------------------------------------------------------------------------------
+
+
+def staged_inputs(rng, dtype=None):
+    num_rows, width = 10, int(rng.choice([1, 7, 700]))
+    rows = rng.permutation(num_rows)[: int(rng.integers(1, num_rows + 1))]
+    starts = rng.integers(0, width, len(rows))
+    lens = rng.integers(0, width - starts + 1)
+    dtype = dtype or [torch.int32, torch.int64, torch.float32, torch.uint8][int(rng.integers(4))]
+    rows = np.where(rng.random(len(rows)) < 0.2, -1, rows)
+    return {
+        "target": ints(rng, 0, 100, (num_rows, width), dtype),
+        "rows": torch.from_numpy(rows).int(),
+        "starts": torch.from_numpy(starts).int(),
+        "cu_lens": torch.from_numpy(np.concatenate([[0], np.cumsum(lens)])).int(),
+        "values": ints(rng, 100, 200, int(lens.sum()), dtype),
+    }
+
+
+def test_staged_writes_kernel_equals_twin():
+    check_kernel(apply_staged_writes, staged_inputs, cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_staged_writes_twin_equals_a_loop(seed):
+    inputs = staged_inputs(np.random.default_rng(seed))
+    want, cu = inputs["target"].clone(), inputs["cu_lens"].tolist()
+    for k, (row, start) in enumerate(zip(inputs["rows"].tolist(), inputs["starts"].tolist(), strict=True)):
+        if row >= 0:
+            want[row, start : start + cu[k + 1] - cu[k]] = inputs["values"][cu[k] : cu[k + 1]]
+    apply_staged_writes(**inputs)
+    assert torch.equal(inputs["target"], want)
+
+
+# -- update_after_sample ---------------------------------------------------------------------------------
+
+
+def update_inputs(rng):
+    max_rows, max_len, slots, stops = 10, 20, int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    rows, *_ = ragged_batch(rng, max_rows=max_rows)
+    n = len(rows)
+    total_len = ints(rng, 1, max_len + 1, max_rows)
+    # Around the known length: in the middle of a prefill, just complete, or past it.
+    seq_lens = total_len[rows.clamp(min=0).long()] + ints(rng, -2, 2, n)
+    return {
+        "rows": rows,
+        "seq_lens": seq_lens.int(),
+        "sampled": ints(rng, 0, 6, (n, slots), torch.int64),
+        "num_candidates": ints(rng, 0, slots + 2, n),
+        "all_token_ids": ints(rng, 50, 99, (max_rows, max_len)),
+        "total_len": total_len,
+        "num_computed": ints(rng, 0, max_len, max_rows),
+        "active": ints(rng, 0, 4, max_rows) > 0,
+        "len_limit": ints(rng, 1, max_len + 4, max_rows),
+        "stop_token_ids": ints(rng, -1, 6, (max_rows, stops)),
+        "num_sampled": torch.zeros(n, dtype=torch.int32),
+    }
+
+
+def test_update_after_sample_kernel_equals_twin():
+    check_kernel(update_after_sample, update_inputs, outputs=("num_sampled",), cases=60)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_update_after_sample_twin_equals_a_loop(seed):
+    inputs = update_inputs(np.random.default_rng(seed))
+    inputs["num_sampled"].fill_(-7)
+    want = {name: value.numpy().copy() for name, value in inputs.items()}
+    slots, max_len = want["sampled"].shape[1], want["all_token_ids"].shape[1]
+    for i, row in enumerate(want["rows"]):
+        want["num_sampled"][i] = 0
+        if row < 0 or not want["active"][row]:
+            continue
+        if want["seq_lens"][i] < want["total_len"][row]:
+            want["num_computed"][row] = want["seq_lens"][i]
+            continue
+        limit = min(want["len_limit"][row], max_len)
+        want["active"][row] = want["total_len"][row] < limit
+        for token in want["sampled"][i, : min(want["num_candidates"][i], slots)]:
+            if not want["active"][row]:
+                break
+            want["all_token_ids"][row, want["total_len"][row]] = token
+            want["total_len"][row] += 1
+            want["num_sampled"][i] += 1
+            want["active"][row] = token not in want["stop_token_ids"][row] and want["total_len"][row] < limit
+        want["num_computed"][row] = want["total_len"][row] - 1
+    update_after_sample(**inputs)
+    for name, value in inputs.items():
+        np.testing.assert_array_equal(value.numpy(), want[name], err_msg=name)
