@@ -184,8 +184,12 @@ class Registry:
             hint = install_hint(read_catalogs(self.settings.catalogs), architecture=architecture)
         except CatalogError as error:
             hint = f"(the catalogues can't tell: {error.what}, {error.where})"
+        unreadable = [
+            f"{e.label}: {e.error.code} {e.error.title}" for e in self.entries if e.error and not e.architectures
+        ]
         return UnknownArchitectureError(
-            f"no adapter serves {what}; installed ones serve {', '.join(served) or 'nothing'}",
+            f"no adapter serves {what}; installed ones serve {', '.join(served) or 'nothing'}"
+            + "".join(f"; unreadable is {line}" for line in unreadable),
             where="the checkpoint's config.json",
             fix=hint or "install an adapter for it, or give your own with --adapter ./folder",
         )

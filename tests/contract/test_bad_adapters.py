@@ -176,7 +176,7 @@ def test_show_ends_with_the_fault_and_exit_code_2(site, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["stale metadata", "newer API", "import sleeps", "import leaves", "same architecture", "hook misspelt"]
+    "kind", ["outdated", "newer API", "import sleeps", "import leaves", "same architecture", "hook misspelt"]
 )
 def test_resolving_raises_the_fault_in_process_and_others_go_on(site, kind):
     make, code, _ = BAD[kind]

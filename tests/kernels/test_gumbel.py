@@ -60,15 +60,16 @@ def test_noise_equals_double_precision():
     got = gumbel_noise(seeds, positions, 2, 1003)
     assert got.shape == (3, 1003)
     want = [
-        [plain_noise(s, p, 2, t) for t in range(1003)]
-        for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)
+        [plain_noise(s, p, 2, t) for t in range(1003)] for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)
     ]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_noise_is_finite_and_monotone_at_the_ends():
     # A 32-bit uniform taken to float32 directly would be 1 for the last 128 words, and the noise infinite.
-    bits = torch.cat([torch.arange(0, 4096), torch.arange(2**27 - 2048, 2**27 + 2048), torch.arange(2**32 - 4096, 2**32)])
+    bits = torch.cat(
+        [torch.arange(0, 4096), torch.arange(2**27 - 2048, 2**27 + 2048), torch.arange(2**32 - 4096, 2**32)]
+    )
     got = gumbel_from_bits(bits)
     want = -np.log(-np.log1p(-(bits.numpy() + 0.5) * 2.0**-32))
     assert torch.isfinite(got).all()
@@ -154,9 +155,7 @@ def test_twin_equals_a_loop(seed):
         for token, logit in enumerate(logits[i].tolist()):
             score = -INF if math.isnan(logit) else logit
             if noisy:
-                score += plain_noise(
-                    int(inputs["seeds"][row]), int(inputs["positions"][i]), inputs["stream"], token
-                )
+                score += plain_noise(int(inputs["seeds"][row]), int(inputs["positions"][i]), inputs["stream"], token)
             if score > best:
                 best, best_id = score, token
         assert inputs["out"][i].item() == best_id

@@ -197,7 +197,7 @@ def write_gguf():
         if tokenizer:
             w.add_tokenizer_model("gpt2")
             w.add_tokenizer_pre("smollm")
-            w.add_token_list([chr(ord("A") + i) for i in range(config.vocab_size - 1)] + ["<end>"])
+            w.add_token_list([chr(ord("A") + i) for i in range(config.vocab_size - 2)] + ["AB", "<end>"])
             w.add_token_types([1] * (config.vocab_size - 1) + [3])
             w.add_token_merges(["A B"])
             w.add_eos_token_id(config.vocab_size - 1)

@@ -98,8 +98,6 @@ def test_another_dtype_or_content_is_another_folder(gguf_file, cache, tmp_path):
 
 @pytest.mark.parametrize("name", ["nosuch", "./no/such", "/no/such", "a/b/c", "", "no/such.gguf", "~nobody-x/y z"])
 def test_nothing_of_that_name(name, no_network):
-    if not name:
-        pytest.skip("the empty name is the current folder")
     with pytest.raises(ModelNotFoundError, match="is no folder, no file, and no bundled model") as caught:
         resolve_model(name)
     assert "smollm2" in caught.value.fix

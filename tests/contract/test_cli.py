@@ -1,0 +1,174 @@
+"""The command line's promises that hold for every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mrv2.cli.app import COMMANDS
+from mrv2.errors import Mrv2Error, all_error_classes
+
+NO_SOCKETS = """
+import socket
+class Refused(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise OSError("sockets are refused")
+socket.socket = Refused
+def refuse(*args, **kwargs):
+    raise OSError("sockets are refused")
+socket.create_connection = socket.getaddrinfo = refuse
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_sentence_two_examples_and_exit_codes(site, name):
+    done = site.mrv2(name, "--help")
+    assert done.code == 0, done.err
+    lines = [line.strip() for line in done.out.splitlines()]
+    start = lines.index("Examples:")
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == [
+        "MRV2_CATALOG=team.json" if "MRV2_CATALOG" in line else "mrv2" for line in lines[start + 1 : start + 3]
+    ]
+    assert re.search(r"Exit codes: 0 .*2 wrong use", done.out)
+    assert "--json" in done.out
+
+
+def test_root_help_lists_every_command_and_no_argument_means_help(site):
+    done = site.mrv2("--help")
+    assert done.code == 0
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} ", done.out, re.M)
+    bare = site.mrv2()
+    assert (bare.code, bare.out) == (2, done.out)
+    assert re.fullmatch(r"mrv2 \d+\.\d+\.\d+\n", site.mrv2("--version").out)
+
+
+@pytest.mark.parametrize(
+    "argv", [["lits"], ["list", "--no-such"], ["show"], ["explain", "MRV2-999"], ["show", "nobody"]]
+)
+def test_wrong_use_is_exit_code_2_with_a_typed_error_on_the_right_stream(site, argv):
+    plain = site.mrv2(*argv)
+    assert (plain.code, plain.out) == (2, "")
+    assert re.match(r"MRV2-\d{3} ", plain.err)
+    assert "Traceback" not in plain.err
+    as_json = site.mrv2(*argv, "--json")
+    assert (as_json.code, as_json.err) == (2, "")
+    assert set(as_json.json()["error"]) == {"code", "title", "what", "where", "fix", "docs"}
+
+
+def test_explain_knows_every_code(site):
+    codes = {cls.code: cls for cls in all_error_classes()}
+    listed = site.mrv2("explain", "--json").json()["errors"]
+    assert {e["code"] for e in listed} == set(codes)
+    for spelling in ("MRV2-101", "mrv2-101", "101"):
+        done = site.mrv2("explain", spelling)
+        assert "unknown architecture" in done.out
+        assert "never guessed" in done.out
+
+
+def test_error_codes_are_unique_and_documented():
+    classes = list(all_error_classes())
+    assert len({c.code for c in classes}) == len(classes)
+    for cls in classes:
+        assert re.fullmatch(r"MRV2-[1-5]\d\d", cls.code)
+        assert cls.__doc__
+        assert cls.title != Mrv2Error.title
+        assert cls.exit_code in (1, 2)
+
+
+def test_without_a_network_everything_about_adapters_works(site):
+    (site.root / "sitecustomize.py").write_text(NO_SOCKETS)
+    site.add("acme")
+    assert site.python("-c", "import socket; socket.socket()").code == 1
+    assert "acme" in site.mrv2("list").out
+    assert site.mrv2("show", "acme").code == 0
+    assert site.mrv2("doctor", "acme").code == 0
+    assert site.mrv2("catalog").code == 0
+
+
+def test_ctrl_c_stops_doctor_at_once_and_leaves_no_process(site):
+    marker = site.root / "pid"
+    site.add("slow", hooks=f"import os, time\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(999)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "mrv2", "doctor", "slow"],
+        env=site.environ(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert err == "stopped\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+
+
+def test_a_reader_that_leaves_is_no_error(site):
+    for k in range(300):
+        site.add_dist(f"stale{k}")
+    command = f"{sys.executable} -P -m mrv2 doctor --json | head -c 10"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], env=site.environ(), capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout == '{\n  "versi'
+
+
+def test_tables_are_plain_in_a_pipe_and_coloured_on_a_terminal(site):
+    site.add("acme")
+    assert "\x1b" not in site.mrv2("list").out
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "mrv2", "list"],
+        stdout=terminal,
+        env=site.environ(TERM="xterm-256color", COLUMNS="200"),
+    )
+    os.close(terminal)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(controller, 4096)
+        except OSError:  # the terminal closes with its last process
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(controller)
+    assert process.wait(10) == 0
+    assert b"\x1b[1m" in seen
+    assert b"AcmeForCausalLM" in seen
+
+
+def test_completion_offers_commands_names_and_codes(site):
+    site.add("acme")
+    for line, expected in [("mrv2 sh", "show"), ("mrv2 show ac", "acme"), ("mrv2 explain MRV2-10", "MRV2-101")]:
+        words = len(line.split()) - 1
+        done = site.python(
+            "-P",
+            "-c",
+            "from mrv2.cli import main; main()",
+            _MRV2_COMPLETE="complete_bash",
+            COMP_WORDS=line,
+            COMP_CWORD=str(words),
+        )
+        assert expected in done.out.split(), (line, done.out, done.err)
+
+
+def test_doctor_tells_what_changed_since_the_api_an_adapter_was_written_for(site):
+    site.add("old", manifest=site.manifest("old", sdk_api="0.0"))
+    done = site.mrv2("doctor", "old", "--json")
+    assert done.code == 0, done.out
+    assert done.json()["adapters"][0]["changes"] == ["0.1: first version"]
+    assert json.loads(done.out)["problems"] == 0

@@ -1,0 +1,65 @@
+"""Tiny random models of every supported architecture, loaded once, and the oracle for each."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from mrv2.runner.build import EngineConfig, LoadedModel, assemble, load
+from mrv2.testing.checkpoints import make_checkpoint
+from mrv2.testing.naive import NaiveGreedy
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "llama-tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral-window": MistralConfig(**SMALL, sliding_window=9),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2-mixed": Qwen2Config(
+        **{**SMALL, "num_hidden_layers": 3}, use_sliding_window=True, sliding_window=11, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SMALL, head_dim=16),
+}
+
+
+@dataclass
+class Tiny:
+    """One tiny model: as the runner loads it, and as the oracle does."""
+
+    loaded: LoadedModel
+    oracle: NaiveGreedy
+    path: str
+    defaults: dict = field(default_factory=lambda: {"max_num_seqs": 8, "max_num_tokens": 64, "device": "cpu"})
+
+    def engine(self, **settings):
+        return assemble(self.loaded, EngineConfig(**(self.defaults | settings)))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny(name) -> Tiny."""
+
+    @lru_cache(maxsize=None)
+    def make(name):
+        folder = make_checkpoint(tmp_path_factory.mktemp(name) / "model", CONFIGS[name], seed=3)
+        return Tiny(load(str(folder), EngineConfig(device="cpu")), NaiveGreedy.from_transformers(folder), str(folder))
+
+    return make
+
+
+@pytest.fixture(params=CONFIGS)
+def any_tiny(request, tiny):
+    """Each architecture in turn."""
+    return tiny(request.param)
