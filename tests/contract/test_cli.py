@@ -122,7 +122,7 @@ def test_a_reader_that_leaves_is_no_error(site):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], env=site.environ(), capture_output=True, text=True, check=False
     )
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == '{\n  "versi'
 
 

@@ -10,6 +10,7 @@ import torch
 from mrv2.config import load_model_config
 from mrv2.context import AdapterContext
 from mrv2.errors import CheckpointFileError, MissingExtraError
+from mrv2.layers.native import NativeLayers
 from mrv2.loader import convert
 from mrv2.loader.convert import convert_gguf
 from mrv2.loader.gguf_source import GgufSource
@@ -71,7 +72,7 @@ def test_a_converted_folder_is_an_ordinary_checkpoint(
     config = load_model_config(folder, registry)
     assert config.dtype == getattr(torch, dtype)
     assert config.eos_token_ids == (63,)
-    load_model(config, adapter, None, device=torch.device("cpu"), dtype=torch.float32)
+    load_model(config, adapter, NativeLayers(), device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = load_tokenizer(AdapterContext(architecture="", path=folder))
     assert tokenizer.decode(tokenizer.encode("ABBA")) == "ABBA"
     assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "AB"}])) == "AB"

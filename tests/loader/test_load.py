@@ -7,6 +7,7 @@ import torch
 
 from mrv2.config import load_model_config
 from mrv2.errors import Mrv2Error, SlotError, UnsupportedError, WeightsError
+from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import checkpoint_dtype, fill_model, load_model, open_source
 from mrv2.loader.source import SafetensorsSource
 from mrv2.testing.checkpoints import (
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 def load(adapter, registry):
     def run(folder, dtype=torch.float32):
         config = load_model_config(folder, registry)
-        return load_model(config, adapter, None, device=CPU, dtype=dtype)
+        return load_model(config, adapter, NativeLayers(), device=CPU, dtype=dtype)
 
     return run
 
@@ -121,7 +122,7 @@ def test_reload_keeps_addresses_and_takes_the_new_values(tmp_path, tiny_config, 
     new = make_checkpoint(tmp_path / "new", tiny_config(), seed=2)
     model = load(old)
     addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
-    fill_model(model, SafetensorsSource(new), num_layers=3)
+    fill_model(model, NativeLayers(), SafetensorsSource(new), num_layers=3)
     assert addresses == {n: p.data_ptr() for n, p in model.named_parameters()}
     assert model.finalized == 2
     for name, tensor in read_tensors(new).items():
@@ -134,7 +135,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_a_running_model_as_it_was(tmp_pat
     next(d for d in defects(tiny_config()) if d.name == "v_proj missing").apply(bad)
     model = load(good)
     with pytest.raises(WeightsError, match="Nothing has been loaded"):
-        fill_model(model, SafetensorsSource(bad), num_layers=3)
+        fill_model(model, NativeLayers(), SafetensorsSource(bad), num_layers=3)
     for name, tensor in read_tensors(good).items():
         assert torch.equal(unpacked(model)[name], tensor)
 
@@ -144,7 +145,7 @@ def test_a_model_class_that_ignores_the_configs_layer_count_is_refused(tmp_path,
     config = load_model_config(tmp_path, registry)
     model = adapter.model(None, config.hf_config)
     with pytest.raises(WeightsError, match=r"the config says 4, the model class built model\.layers 3"):
-        fill_model(model, SafetensorsSource(tmp_path), num_layers=4)
+        fill_model(model, NativeLayers(), SafetensorsSource(tmp_path), num_layers=4)
 
 
 def test_a_quantised_checkpoint_is_refused_by_method(tmp_path, tiny_config, load):

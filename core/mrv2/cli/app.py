@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -57,13 +58,22 @@ COMMANDS: Mapping[str, Command] = {
     "show": Command(
         "mrv2.cli.show:command",
         "Show one adapter: manifest, and which code supplies each hook and each method of its model state.",
-        ("mrv2 show llama", "mrv2 show acme --adapter ./acme.py --json"),
+        ("mrv2 show acme", "mrv2 show acme --adapter ./acme.py --json"),
     ),
     "doctor": Command(
         "mrv2.cli.doctor:command",
         "Take every adapter, or one, through all stages up to its model class, and say what is wrong.",
-        ("mrv2 doctor", "mrv2 doctor qwen --json"),
+        ("mrv2 doctor", "mrv2 doctor acme --json"),
         wrong="an adapter or the environment is broken",
+    ),
+    "generate": Command(
+        "mrv2.cli.generate:command",
+        "Generate text with a model on this machine.",
+        (
+            'mrv2 generate smollm2 "What is the capital of France?" --chat --temperature 0',
+            "mrv2 generate ./model --input prompts.jsonl --output answers.jsonl",
+        ),
+        wrong="a request of a batch failed",
     ),
     "explain": Command(
         "mrv2.cli.explain:command",
@@ -82,6 +92,10 @@ COMMANDS: Mapping[str, Command] = {
 _ROOT_HELP = "Model-family adapters: list and prove them, and run their models. Each command has its own --help."
 
 
+class _ReaderLeftError(Exception):
+    """The reader of standard output has closed it; typer would turn a BrokenPipeError into exit code 1."""
+
+
 class LazyGroup(TyperGroup):
     """A group whose commands are names and help texts until one of them is run."""
 
@@ -96,7 +110,18 @@ def load(name: str) -> Any:
     entry = COMMANDS[name]
     module, _, function = entry.target.partition(":")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name=name, help=entry.help)(getattr(importlib.import_module(module), function))
+    code = getattr(importlib.import_module(module), function)
+
+    @functools.wraps(code)
+    def guarded(*args: Any, **options: Any) -> int | None:
+        try:
+            result: int | None = code(*args, **options)
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            raise _ReaderLeftError from error
+        return result
+
+    app.command(name=name, help=entry.help)(guarded)
     return typer.main.get_command(app)
 
 
@@ -111,12 +136,18 @@ def build() -> LazyGroup:
     return root
 
 
-def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True),
-) -> None:
-    if version:
-        typer.echo(f"mrv2 {__version__}")
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"mrv2 {__version__}")
         raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, help="Print the version and leave.", callback=_print_version)
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -127,14 +158,12 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in argv
     try:
         code = build().main(args=list(argv), prog_name="mrv2", standalone_mode=False)
-        sys.stdout.flush()
     except Mrv2Error as error:
         return _report(error, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe has left (`mrv2 list | head -1`); nothing more can be said to it.
+        code = INTERRUPTED
+    except _ReaderLeftError:
+        # As in `mrv2 list | head -1`: nothing is wrong, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail to flush when it ends
         return 0
     except Exception as error:
@@ -142,6 +171,8 @@ def run(argv: Sequence[str]) -> int:
         if usage is None:
             raise
         return _report(CommandLineError(usage, where="mrv2 " + " ".join(argv), fix="see --help"), as_json=as_json)
+    if code == INTERRUPTED:
+        print("stopped", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from mrv2.config import ModelConfig
 from mrv2.context import AdapterContext
 from mrv2.errors import UnsupportedError
-from mrv2.layers.base import LayerSet
+from mrv2.layers.native import NativeLayers, check_names
 from mrv2.loader.source import SafetensorsSource, WeightSource, iter_tensors, tensor_infos
 from mrv2.loader.weights import LoadReport, check_weights, load_weights
 
@@ -48,21 +48,25 @@ def checkpoint_dtype(config: ModelConfig, source: WeightSource) -> torch.dtype:
 
 
 def build_model(
-    config: ModelConfig, adapter: ModelAdapter, layers: LayerSet, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, adapter: ModelAdapter, layers: NativeLayers, *, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
     """The model, its parameters allocated on `device` and not yet filled.
 
     It is built in place, not on the meta device: tables that constructors compute (rotary ones) would be lost.
+
+    Raises:
+        LayerNameError: a layer isn't stored under the name it was given.
     """
     with torch.device(device), default_dtype(dtype):
         model: nn.Module = adapter.model_class(config.context())(layers, config.hf_config)
+    check_names(model, layers)
     return model.requires_grad_(False).eval()
 
 
 def load_model(
     config: ModelConfig,
     adapter: ModelAdapter,
-    layers: LayerSet,
+    layers: NativeLayers,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -73,7 +77,7 @@ def load_model(
     Args:
         config: from `load_model_config`.
         adapter: from the registry.
-        layers: the host's layer set.
+        layers: a new layer set; it knows afterwards which caches the model needs.
         device: where parameters and constructor-made tables live.
         dtype: of parameters; checkpoint tensors are converted as they are copied.
         source: instead of the adapter's or the folder's.
@@ -93,15 +97,23 @@ def load_model(
         )
     source = open_source(config, adapter) if source is None else source
     model = build_model(config, adapter, layers, device=device, dtype=dtype)
-    fill_model(model, source, num_layers=config.num_layers)
+    fill_model(model, layers, source, num_layers=config.num_layers)
     return model
 
 
-def fill_model(model: nn.Module, source: WeightSource, *, num_layers: int | None = None) -> LoadReport:
+def fill_model(
+    model: nn.Module, layers: NativeLayers, source: WeightSource, *, num_layers: int | None = None
+) -> LoadReport:
     """Fill `model`, new or running, from `source`, then finalise it. Parameters keep their addresses.
 
     Names and shapes are compared before anything is copied, so a checkpoint that doesn't fit leaves a running
     model as it was (except with a weight map that has a `transform`, or a tied head that differs).
+
+    Args:
+        model: built with `layers`.
+        layers: the layer set, for what follows every load (`NativeLayers.finalize`).
+        source: the checkpoint.
+        num_layers: the config's layer count; see `load_weights`.
 
     Raises:
         WeightsError: the checkpoint doesn't fit; the message says whether anything has been loaded.
@@ -110,17 +122,8 @@ def fill_model(model: nn.Module, source: WeightSource, *, num_layers: int | None
     where = ", ".join(str(f) for f in source.files[:2]) + (", …" if len(source.files) > 2 else "")
     check_weights(model, tensor_infos(source), weight_map, num_layers=num_layers, where=where)
     report = load_weights(model, iter_tensors(source), weight_map, num_layers=num_layers, where=where)
-    finalize(model)
+    layers.finalize(model)
     return report
-
-
-def finalize(model: nn.Module) -> None:
-    """Call `finalize_weights()` of every module that has it, inner ones first. Can be repeated."""
-    for module in reversed(list(model.modules())):
-        hook = getattr(module, "finalize_weights", None)
-        if hook is not None:
-            with torch.no_grad():
-                hook()
 
 
 @contextlib.contextmanager
