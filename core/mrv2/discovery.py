@@ -37,7 +37,7 @@ class Installed:
     """An entry point and the distribution that brings it."""
 
     entry: AdapterEntry
-    dist: Distribution
+    requires: tuple[str, ...]  # the distribution's requirements, as written
 
 
 def installed_adapters(allowlist: Sequence[str] | None) -> tuple[AdapterEntry, ...]:
@@ -115,7 +115,8 @@ def _installed(dist: Distribution, point: EntryPoint) -> Installed:
                 fix=f'correct the entry point in group "{ENTRY_POINT_GROUP}" and reinstall',
             )
         )
-    return Installed(entry=entry, dist=dist)
+    requires = metadata.get_all("Requires-Dist") if metadata else None
+    return Installed(entry=entry, requires=tuple(requires or ()))
 
 
 def location(dist: Distribution) -> str:
@@ -154,8 +155,11 @@ def check_single_copy(item: Installed) -> Mrv2Error | None:
 
     Equal copies are normal: an editable install and the metadata in its source folder.
     """
+    found = tuple(distributions(name=item.entry.dist))
+    if len(found) < 2:
+        return None
     copies: dict[tuple[str, str], str] = {}
-    for dist in distributions(name=item.entry.dist):
+    for dist in found:
         points = sorted(f"{p.name}={p.value}" for p in _points(dist))
         copies.setdefault((dist.version, ";".join(points)), location(dist))
     if len(copies) < 2:
@@ -170,7 +174,7 @@ def check_single_copy(item: Installed) -> Mrv2Error | None:
 
 def check_core_requirement(item: Installed) -> Mrv2Error | None:
     """Compare the distribution's requirement on `mrv2` with the core that is running."""
-    for text in item.dist.requires or ():
+    for text in item.requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement as error:

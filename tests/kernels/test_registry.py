@@ -1,5 +1,6 @@
 """How kernels are declared, dispatched and compared."""
 
+import os
 import subprocess
 import sys
 
@@ -104,10 +105,9 @@ def test_cpu_tensors_run_the_twin():
     assert out.tolist() == [0, 2, 4, 6, 8]
 
 
-def run_python(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def run_python(code, **more):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 
 CODE = """
@@ -124,18 +124,18 @@ print(*ran, out.tolist())
 
 
 def test_the_interpreter_runs_when_asked_for():
-    assert run_python(CODE, TRITON_INTERPRET="1") == "triton [0, 2, 2, 7]"
-    assert run_python(CODE) == "twin [0, 2, 2, 7]"
+    assert run_python(CODE, TRITON_INTERPRET="1").stdout == "triton [0, 2, 2, 7]\n"
+    assert run_python(CODE).stdout == "twin [0, 2, 2, 7]\n"
 
 
 def test_kernels_work_without_triton():
-    assert run_python("import sys; sys.modules['triton'] = None" + CODE) == "twin [0, 2, 2, 7]"
+    assert run_python("import sys; sys.modules['triton'] = None" + CODE).stdout == "twin [0, 2, 2, 7]\n"
 
 
 def test_interpreting_too_late_is_refused():
     code = "import torch, triton\nfrom mrv2.testing import interpret_kernels\ninterpret_kernels()"
     if torch.cuda.is_available():
         pytest.skip("with a GPU nothing is interpreted")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={}, timeout=120)
+    done = run_python(code)
     assert "MRV2-310" in done.stderr
     assert "conftest.py" in done.stderr

@@ -191,6 +191,11 @@ def test_a_read_only_cache_that_has_it_is_enough(cache, monkeypatch):
     assert build_once("key", write_files, what="x") == folder
 
 
-def test_importing_the_cache_does_not_import_torch():
-    code = "import sys, mrv2.loader.cache; sys.exit('torch' in sys.modules)"
+def test_a_mistyped_model_is_refused_without_importing_torch():
+    code = (
+        "import sys; from mrv2.loader.model import resolve_model; from mrv2.errors import ModelNotFoundError\n"
+        "try: resolve_model('nosuch')\n"
+        "except ModelNotFoundError: sys.exit('torch' in sys.modules)\n"
+        "sys.exit(2)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

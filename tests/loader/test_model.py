@@ -209,6 +209,7 @@ def convert(path, barrier):
     assert len(SafetensorsSource(folder).names()) > 10
 
 
+@pytest.mark.slow
 def test_two_processes_convert_at_once(gguf_file, cache):
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)

@@ -70,13 +70,18 @@ class Steps:
         )
         fields = (view.seq_lens, view.input_ids, view.positions, view.token_to_i, view.logits_indices)
         kept = [x.clone() for x in (*fields, *view.slot_mappings, self.sampled, self.num_sampled)]
-        return [*kept, *(x[:, :4].clone() for x in view.block_tables), table.all_token_ids.clone(), table.active.clone()]
+        return [
+            *kept,
+            *(x[:, :4].clone() for x in view.block_tables),
+            table.all_token_ids.clone(),
+            table.active.clone(),
+        ]
 
 
 def run_steps(device, make_request, make_writes, make_plan):
     steps = Steps(device)
     rng = np.random.default_rng(1)
-    seen, rows = [], rng.permutation(16)[:9].tolist()
+    rows = rng.permutation(16)[:9].tolist()
     for row in rows:
         prompt = rng.integers(1, 99, 8)
         blocks = rng.integers(1, 2**20, 16)
@@ -89,8 +94,7 @@ def run_steps(device, make_request, make_writes, make_plan):
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        for plan in plans:
-            seen.append(steps.step(plan, 12, 64))
+        seen = [steps.step(plan, 12, 64) for plan in plans]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [[x.cpu() for x in step] for step in seen]

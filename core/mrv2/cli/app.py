@@ -142,11 +142,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, help="Print the version and leave.", callback=_print_version)
-    ] = False,
-) -> None:
+_Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, help="Print the version and leave.", callback=_print_version)
+]
+
+
+def _root(version: _Version = False) -> None:
     """Options before the command."""
 
 

@@ -34,12 +34,13 @@ def update_after_sample_ref(
     complete = seq_len >= total  # else a prefill chunk: its sample predicts a token that is known
     limit = len_limit[row].clamp(max=all_token_ids.shape[1])
     running, gained = complete & (total < limit), torch.zeros_like(total)
+    tokens, candidates, stop_ids = sampled[i].to(torch.int32), num_candidates[i], stop_token_ids[row]
     for s in range(sampled.shape[1]):
-        took = running & (s < num_candidates[i])
-        token = sampled[i, s]
-        all_token_ids[row[took], total[took].long()] = token[took].to(all_token_ids.dtype)
+        took = running & (s < candidates)
+        token = tokens[:, s]
+        all_token_ids[row[took], total[took].long()] = token[took]
         total, gained = total + took, gained + took
-        stopped = (stop_token_ids[row] == token[:, None]).any(1)
+        stopped = (stop_ids == token[:, None]).sum(1) > 0
         running = running & ~(took & stopped) & (total < limit)
     num_sampled[i] = gained
     total_len[row] = total

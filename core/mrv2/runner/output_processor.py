@@ -35,7 +35,7 @@ class Ticket:
     stops: StopStrings | None = None
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_seen: int = 0  # generated tokens that went through the detokenizer
+    num_seen: int = 0  # generated tokens up to and with the one that completed a stop string
 
 
 class OutputProcessor:
@@ -99,6 +99,8 @@ class OutputProcessor:
                 ticket.future.set_exception(error)
 
     def _push(self, ticket: Ticket, token_ids: list[int]) -> None:
+        if ticket.stops is not None and ticket.stops.found is not None:
+            return  # sampled before the engine learnt of the stop string
         ticket.num_seen += len(token_ids)
         text = ""
         if ticket.detokenizer is not None and ticket.stops is not None:

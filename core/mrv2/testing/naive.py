@@ -31,7 +31,8 @@ class NaiveGreedy:
 
     def __call__(self, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
         """Generated tokens, up to and with the first of `stop_ids`."""
-        ids, out = tuple(prompt), []
+        ids = tuple(prompt)
+        out: list[int] = []
         while len(out) < max_tokens and not (out and out[-1] in stop_ids):
             out.append(self._next(ids))
             ids += (out[-1],)
