@@ -31,10 +31,7 @@ FILLER = " It was a quiet day, and there was time to look at each thing twice be
 
 def ragged_prompts(count: int) -> list[str]:
     """Prompts of about 5 to 250 tokens."""
-    return [
-        OPENINGS[i % 2].format(SUBJECTS[i % len(SUBJECTS)]) + FILLER * (i * 5 % 11)
-        for i in range(count)
-    ]
+    return [OPENINGS[i % 2].format(SUBJECTS[i % len(SUBJECTS)]) + FILLER * (i * 5 % 11) for i in range(count)]
 
 
 class Theirs:
@@ -70,7 +67,9 @@ def cut(ids: list[int], eos: int | list[int] | None) -> list[int]:
     return ids[: at[0] + 1] if at else ids
 
 
-def measure(run: Callable[[list[str], int], list[list[int]]], prompts: list[str], n: int) -> tuple[float, list[list[int]]]:
+def measure(
+    run: Callable[[list[str], int], list[list[int]]], prompts: list[str], n: int
+) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
     out = run(prompts, n)
     return sum(len(ids) for ids in out) / (time.perf_counter() - start), out
@@ -133,7 +132,9 @@ def main() -> None:
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 if __name__ == "__main__":

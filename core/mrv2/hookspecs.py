@@ -1,6 +1,8 @@
 """The hooks of an adapter. They choose and build, at load time only; a step calls none of them.
 
 Each hook is optional but `mrv2_model`, is called on the one adapter concerned, and may leave out `ctx`.
+`mrv2_model` and `mrv2_model_state` choose by `ctx.architecture`: tools ask them without a checkpoint, when
+`ctx.config` is None and `ctx.raw_config` empty.
 """
 
 # Specifications have no body, so their argument is unused and nothing is returned.

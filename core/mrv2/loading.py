@@ -82,11 +82,15 @@ def bounded(work: Callable[[], T], timeout_s: float, *, doing: str, where: str) 
     return results[0]
 
 
+def _module(entry: AdapterEntry) -> str:
+    return entry.entry_point.partition(":")[0].strip()
+
+
 def _load(entry: AdapterEntry) -> object:
     if entry.loader is not None:
         return entry.loader()
-    module, _, attribute = entry.entry_point.partition(":")
-    loaded = importlib.import_module(module.strip())
+    loaded = importlib.import_module(_module(entry))
+    attribute = entry.entry_point.partition(":")[2]
     # A ":name [extra]" suffix is legal in entry points and means nothing here.
     attribute = attribute.partition("[")[0].strip()
     return attrgetter(attribute)(loaded) if attribute else loaded
@@ -103,7 +107,7 @@ def _import_hint(error: BaseException, entry: AdapterEntry) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"install what provides {error.name!r}, or correct the import"
     if entry.dist:
-        return f"upgrade or uninstall {entry.dist}; `mrv2 doctor {entry.name}` shows the trace"
+        return f"upgrade or uninstall {entry.dist}; `python -c 'import {_module(entry)}'` shows the whole trace"
     return "correct the named line"
 
 

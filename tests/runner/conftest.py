@@ -63,25 +63,3 @@ def tiny(tmp_path_factory):
 def any_tiny(request, tiny):
     """Each architecture in turn."""
     return tiny(request.param)
-
-
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory):
-    """Folder of a tiny model with a byte-level tokenizer and a chat template: its text is mostly not UTF-8."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>", "<turn>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat, the rat sat on the hat, dépêche-toi, grüße, 猫が好き"] * 9, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}{% endfor %}<turn>"
-    folder = tmp_path_factory.mktemp("text") / "model"
-    config = LlamaConfig(**{**SMALL, "vocab_size": len(fast), "eos_token_id": fast.eos_token_id})
-    make_checkpoint(folder, config, seed=5)
-    fast.save_pretrained(folder)
-    return folder

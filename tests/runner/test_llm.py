@@ -55,11 +55,15 @@ def test_pieces_of_a_stream_join_to_the_text(llm, prompt):
 
 def test_a_stop_string_cuts_the_text_and_the_tokens(llm):
     free = llm.generate("the cat", GREEDY)[0].outputs[0]
-    at = next(i for i in range(5, len(free.text)) if free.text[i : i + 2].isascii() and free.text[:i].count(free.text[i]) == 0)
+    at = next(
+        i for i in range(5, len(free.text)) if free.text[i : i + 2].isascii() and free.text[:i].count(free.text[i]) == 0
+    )
     stop = free.text[at : at + 2]
     for out in (
         llm.generate("the cat", SamplingParams(temperature=0, max_tokens=30, stop=(stop, "never there")))[0].outputs[0],
-        asyncio.run(collect(llm, "the cat", SamplingParams(temperature=0, max_tokens=30, stop=stop)))[-1].finished.outputs[0],
+        asyncio.run(collect(llm, "the cat", SamplingParams(temperature=0, max_tokens=30, stop=stop)))[
+            -1
+        ].finished.outputs[0],
     ):
         assert out.text == free.text[:at]
         assert out.finish_reason == "stop"
@@ -166,7 +170,10 @@ def test_wrong_prompts_are_refused_and_nothing_starts(llm, prompt, what):
 
 
 def test_a_prompt_longer_than_the_cache_is_refused(text_model):
-    with LLM(str(text_model), num_blocks=3, block_size=16) as llm, pytest.raises(RequestError, match="the KV cache holds 32"):
+    with (
+        LLM(str(text_model), num_blocks=3, block_size=16) as llm,
+        pytest.raises(RequestError, match="the KV cache holds 32"),
+    ):
         llm.generate([[1] * 40])
 
 

@@ -73,7 +73,6 @@ COMMANDS: Mapping[str, Command] = {
             'mrv2 generate smollm2 "What is the capital of France?" --chat --temperature 0',
             "mrv2 generate ./model --input prompts.jsonl --output answers.jsonl",
         ),
-        wrong="a request of a batch failed",
     ),
     "explain": Command(
         "mrv2.cli.explain:command",

@@ -25,6 +25,7 @@ class Job:
     """One request of a run, or what is wrong with its line."""
 
     line: int  # 1-based
+    where: str = "mrv2 generate"  # for messages
     id: Any = None  # the caller's own, given back
     prompt: Prompt | None = None
     messages: Sequence[Message] | None = None
@@ -65,9 +66,10 @@ def jobs_from_file(path: Path, params: SamplingParams, *, chat: bool, system: st
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                jobs.append(_parse_line(number, line, params, chat=chat, system=system))
+                job = _parse_line(number, line, params, chat=chat, system=system)
             except Mrv2Error as error:
-                jobs.append(Job(line=number, params=params, error=_at_line(error, path, number)))
+                job = Job(line=number, params=params, error=error)
+            jobs.append(replace(job, where=f"{path}, line {number}"))
     if not jobs:
         raise InputFileError("the file has no lines", where=str(path), fix='write {"prompt": "…"} lines')
     return jobs
@@ -114,8 +116,8 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
         except Mrv2Error as error:
             if single:
                 raise
-            errors[job.line] = error
-            print(error, file=sys.stderr)
+            errors[job.line] = type(error)(error.what, where=job.where, fix=error.fix)
+            print(errors[job.line], file=sys.stderr)
     results: list[RequestOutput] = []
     with _opened(output) as out, _progress(len(jobs)) as advance:
         for job in jobs:
@@ -132,7 +134,7 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
 
 
 def _record(llm: LLM, result: RequestOutput) -> dict[str, Any]:
-    return {"model": str(llm.model.config.path.name), "adapter": llm.model.adapter} | result.to_dict()
+    return {"model": llm.model.name, "adapter": llm.model.adapter} | result.to_dict()
 
 
 def _prompt(llm: LLM, job: Job) -> Prompt:
@@ -180,10 +182,6 @@ def _line_content(record: Mapping[str, Any], *, chat: bool, system: str | None) 
     if not isinstance(prompt, str) and not ids:
         raise InputFileError("`prompt` is neither text nor a list of token ids", fix='write {"prompt": "…"}')
     return {"prompt": prompt} if ids else _content(prompt, chat=chat, system=system)
-
-
-def _at_line(error: Mrv2Error, path: Path, number: int) -> Mrv2Error:
-    return type(error)(error.what, where=f"{path}, line {number}", fix=error.fix)
 
 
 def _decode(data: bytes, where: str) -> str:

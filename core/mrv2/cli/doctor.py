@@ -41,7 +41,7 @@ def command(name: OptionalName = None, json: Json = False, adapter: Adapters = N
     else:
         print(f"mrv2 {__version__}, SDK API {SDK_API}, Python {platform.python_version()}")
         _print(results, general, changes=name is not None)
-        print(f"{problems} problem{'s' if problems != 1 else ''} in {len(entries)} adapters")
+        print(f"problems: {problems}; adapters: {len(entries)}")
     return 1 if problems else 0
 
 

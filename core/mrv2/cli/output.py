@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 
 def print_json(value: object) -> None:
@@ -38,8 +37,3 @@ def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def indent(text: str) -> str:
     """Text under a heading."""
     return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def error_dict(error: Any) -> dict[str, str] | None:
-    """An entry's error for `--json`."""
-    return None if error is None else error.to_dict()

@@ -112,7 +112,8 @@ class _Child:
 
 
 def _rebuild(error: dict[str, str]) -> Mrv2Error:
-    cls = next(c for c in all_error_classes() if c.code == error["code"])
+    # An adapter may raise errors of its own, which this process doesn't know.
+    cls = next((c for c in all_error_classes() if c.code == error["code"]), Mrv2Error)
     return cls(error["what"], where=error["where"], fix=error["fix"])
 
 

@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         x, residual = ctx.prenorm(self.norm, h)
         args = self.attn.args
         num_q, num_kv = args.num_heads, args.num_kv_heads
-        heads = self.qkv_proj(x).view(-1, num_q + 2 * num_kv, args.head_dim)
+        heads = self.qkv_proj.project(x).view(-1, num_q + 2 * num_kv, args.head_dim)
         qk, v = heads[:, : num_q + num_kv], heads[:, num_q + num_kv :]
         if self.q_norm is None or self.k_norm is None:
             # Queries and keys lie side by side: rotate them as one.
@@ -51,7 +51,8 @@ class SelfAttention(nn.Module):
             q, k = qk[:, :num_q], qk[:, num_q:]
         else:
             q, k = self.rotary(positions, self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:]), ctx)
-        return Stream(self.o_proj(self.attn(q, k, v, ctx)), residual)
+        out = ctx.attend(self.attn.name, q, k, v, args).reshape(-1, num_q * args.head_dim)
+        return Stream(self.o_proj.project(out), residual)
 
 
 class GatedMLP(nn.Module):
@@ -69,5 +70,5 @@ class GatedMLP(nn.Module):
     def forward(self, h: Stream, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending."""
         x, residual = ctx.prenorm(self.norm, h)
-        gate, up = self.gate_up_proj.parts(x)
-        return Stream(self.down_proj(self.act(gate).mul_(up)), residual)
+        gate, up = self.gate_up_proj.project(x).chunk(2, -1)
+        return Stream(self.down_proj.project(self.act(gate).mul_(up)), residual)

@@ -78,7 +78,8 @@ class LinearBase(nn.Module):
 
     def full_weight(self) -> nn.Parameter:
         """The weight, [out, in]."""
-        return cast(nn.Parameter, self.weight)
+        weight: nn.Parameter = self.weight  # type: ignore[assignment]
+        return weight
 
     def project(self, x: Tensor) -> Tensor:
         """[num_tokens, in] to [num_tokens, out]."""

@@ -46,23 +46,45 @@ def activation(name: str, where: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+FEW_TOKENS = 8
+"""Up to here the number of operations costs more than the bytes they move."""
+
+
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last axis; see `LayerSet.norm`.
 
     As transformers does it: the mean square in float32, the result cast back, then the weight.
+
+    On the CPU, PyTorch composes RMS norm of seven operations but has one kernel for layer norm, and the layer
+    norm of (x, -x) is the RMS norm of x: its mean is zero, its variance the mean square. For a few tokens that
+    takes a third of the time.
     """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = make_parameter(size)
         self.eps = eps
+        self._short: tuple[Tensor, Tensor] | None = None  # [2, size] the weight twice; [2, 1]: 1, -1
+        self._version = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
         weight = self.weight
-        if x.dtype is torch.float32:
+        if x.dtype is not torch.float32:
+            return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
+        short = self._short
+        if short is None or x.dim() != 2 or x.shape[0] > FEW_TOKENS or weight._version != self._version:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
+        twice, signs = short
+        return F.layer_norm(x[:, None] * signs, twice.shape, twice, None, self.eps)[:, 0]
+
+    def finalize_weights(self) -> None:
+        """Prepare the short way, where it applies."""
+        weight = self.weight
+        self._short = None
+        if weight.dtype is torch.float32 and weight.device.type == "cpu" and not weight.is_inference():
+            self._short = (weight.detach().expand(2, -1).contiguous(), torch.tensor([[1.0], [-1.0]], device="cpu"))
+            self._version = weight._version
 
     def weight_slots(self) -> dict[str, Slot]:
         """`weight`."""

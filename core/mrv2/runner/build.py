@@ -107,6 +107,7 @@ class EngineParts:
 class LoadedModel:
     """A model with weights, before it is given memory for a cache."""
 
+    name: str  # as the user gave it
     module: nn.Module
     caches: Mapping[str, AttentionCache]
     state_class: type[ModelState]
@@ -136,6 +137,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     layers = NativeLayers()
     module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
     return LoadedModel(
+        name=location.name,
         module=module,
         caches=layers.caches,
         state_class=adapter.model_state_class(ctx) or DefaultModelState,

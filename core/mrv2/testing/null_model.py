@@ -58,6 +58,7 @@ def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
         dtype=None,
     )
     loaded = LoadedModel(
+        name="null",
         module=NullModel(),
         caches={"layer": AttentionCache(1, 1, None)},
         state_class=DefaultModelState,
