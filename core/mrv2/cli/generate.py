@@ -39,7 +39,9 @@ MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Most t
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests at once.")]
 MaxNumTokens = Annotated[int, typer.Option("--max-num-tokens", help="Most tokens in one step.")]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory", help="Bytes for the KV cache.")]
-PrefixCaching = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching")]
+PrefixCaching = Annotated[
+    bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: if the adapter offers it.")
+]
 
 
 def command(
@@ -66,7 +68,7 @@ def command(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_tokens: MaxNumTokens = 2048,
     kv_memory: KvMemory = None,
-    prefix_caching: PrefixCaching = True,
+    prefix_caching: PrefixCaching = None,
     adapter: Adapters = None,
     json: Json = False,
 ) -> int:

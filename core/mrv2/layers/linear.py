@@ -85,7 +85,7 @@ class LinearBase(nn.Module):
         """[num_tokens, in] to [num_tokens, out]."""
         weight = self.full_weight()
         num_tokens = x.shape[0]
-        if num_tokens >= ONEDNN_FROM and weight.dtype is torch.float32 and not weight.is_cuda:
+        if num_tokens >= ONEDNN_FROM and weight.dtype is torch.float32 and weight.is_cpu:
             ops = onednn_linear()
             if ops is not None:
                 packed = self._packed
@@ -100,6 +100,10 @@ class LinearBase(nn.Module):
         if weight.dtype is not torch.float32 or weight.device.type != "cpu" or weight.is_inference():
             return 0  # an inference tensor doesn't tell when it was written to
         return weight.nbytes if onednn_linear() is not None else 0
+
+    def unpack(self) -> None:
+        """Drop the packed copy."""
+        self._packed = None
 
     def pack(self) -> None:
         """Make the packed copy anew."""
@@ -209,9 +213,12 @@ def pack_linears(model: nn.Module, budget: int) -> int:
     Returns:
         Bytes of all copies made.
     """
+    linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+    for linear in linears:
+        linear.unpack()
     spent = 0
-    for module in model.modules():
-        if isinstance(module, LinearBase) and 0 < (size := module.pack_bytes()) <= budget - spent:
-            module.pack()
+    for linear in linears:
+        if 0 < (size := linear.pack_bytes()) <= budget - spent:
+            linear.pack()
             spent += size
     return spent

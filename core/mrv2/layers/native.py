@@ -68,7 +68,8 @@ class NativeLayers(LayerSet):
         for module in model.modules():
             if callable(hook := getattr(module, "finalize_weights", None)):
                 hook()
-        pack_linears(model, int(PACK_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pack_linears(model, int(PACK_SHARE * free))
 
     # -- names -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,11 @@ class ModelLocation:
     path: Path
     kind: Literal["folder", "gguf", "bundled", "hub"]
 
+    @property
+    def from_gguf(self) -> bool:
+        """Whether the folder was converted from a GGUF file."""
+        return self.kind in ("gguf", "bundled")
+
 
 def resolve_model(name: str, *, dtype: str = "float32") -> ModelLocation:
     """Find `name`: a folder, a GGUF file, a bundled name, or a hub id, in this order.

@@ -38,7 +38,8 @@ class ModelState(ABC):
     @abstractmethod
     def add_request(self, row: int, request: RequestData) -> None:
         """Stage everything kept for `row`. A freed row is reused at once, and the prompt may be computed
-        already, so set every field. Adding a row again is legal."""
+        already, so set every field. Adding a row again is legal.
+        """
 
     @abstractmethod
     def remove_request(self, row: int, req_id: str) -> None:

@@ -9,14 +9,17 @@ from typing import Literal
 import torch
 from torch import nn
 
+from mrv2.adapter import require
 from mrv2.attn.groups import AttentionCache, make_groups
 from mrv2.config import ModelConfig, load_model_config
+from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import load_model
-from mrv2.loader.model import resolve_model
+from mrv2.loader.model import ModelLocation, resolve_model
 from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
+from mrv2.manifest import Capability
 from mrv2.model_state.base import ModelState
 from mrv2.model_state.default import DefaultModelState
 from mrv2.registry import Registry
@@ -49,7 +52,7 @@ class EngineConfig:
         block_size: tokens per KV block.
         kv_memory: bytes of the KV cache; None: a share of the free memory, as far as it can be used.
         num_blocks: blocks of the KV cache, scratch included; overrides `kv_memory`.
-        prefix_caching: reuse cached blocks of equal prefixes.
+        prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
         depth: steps in flight; None: 1 on a CPU, 2 on a GPU.
         runner: "async", or "sync": its plain twin, for debugging.
         seed: of the generator behind unseeded requests; None: from the system.
@@ -64,7 +67,7 @@ class EngineConfig:
     block_size: int = 16
     kv_memory: int | None = None
     num_blocks: int | None = None
-    prefix_caching: bool = True
+    prefix_caching: bool | None = None
     depth: int | None = None
     runner: Literal["async", "sync"] = "async"
     seed: int | None = None
@@ -114,6 +117,8 @@ class LoadedModel:
     config: ModelConfig
     tokenizer: Tokenizer | None
     adapter: str  # "name version", for messages and statistics
+    chunked_prefill: bool  # the adapter allows prompts to be cut
+    prefix_caching: bool
 
 
 def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
@@ -132,10 +137,13 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     location = resolve_model(model)
     model_config = load_model_config(location.path, registry)
     adapter = registry.resolve(model_config.architecture)
+    _check_capabilities(adapter.entry, location, config)
     dtype = choose_dtype(config.dtype, model_config, device)
     ctx = model_config.context()
     layers = NativeLayers()
     module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
+    if any(cache.window is not None for cache in layers.caches.values()):
+        require(Capability.SLIDING_WINDOW, "native", adapter.entry, setting=f"a sliding window in {location.name}")
     return LoadedModel(
         name=location.name,
         module=module,
@@ -144,7 +152,23 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         config=model_config,
         tokenizer=load_tokenizer(ctx, adapter),
         adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
+        chunked_prefill=_offers(adapter.entry, Capability.CHUNKED_PREFILL),
+        prefix_caching=_offers(adapter.entry, Capability.PREFIX_CACHING) and config.prefix_caching is not False,
     )
+
+
+def _offers(entry: AdapterEntry, capability: Capability) -> bool:
+    return entry.manifest is not None and entry.manifest.support(capability).on("native")
+
+
+def _check_capabilities(entry: AdapterEntry, location: ModelLocation, config: EngineConfig) -> None:
+    """Refuse what was asked for and the adapter doesn't offer; what was left open is then simply off."""
+    if config.prefix_caching:
+        require(Capability.PREFIX_CACHING, "native", entry, setting="prefix_caching=True")
+    if config.max_chunk is not None:
+        require(Capability.CHUNKED_PREFILL, "native", entry, setting=f"max_chunk={config.max_chunk}")
+    if location.from_gguf:
+        require(Capability.GGUF, "native", entry, setting=f"the GGUF file behind {location.name}")
 
 
 def choose_device(name: str) -> torch.device:
@@ -184,6 +208,13 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         dtype=dtype,
         vocab_size=loaded.config.vocab_size,
     )
+    if not loaded.chunked_prefill and limits.max_num_tokens < limits.max_model_len:
+        raise UnsupportedError(
+            f"max_num_tokens={limits.max_num_tokens} would cut prompts of up to max_model_len={limits.max_model_len} "
+            f"tokens, and {loaded.adapter} doesn't declare chunked_prefill",
+            where="engine settings",
+            fix="raise max_num_tokens, lower max_model_len, or declare chunked_prefill in adapter.toml",
+        )
     groups = make_groups(loaded.caches, config.block_size)
     num_blocks = config.num_blocks or choose_num_blocks(
         sum(page_sizes(groups, loaded.caches, dtype)),
@@ -197,7 +228,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         groups,
         max_rows=limits.max_rows,
         max_model_len=limits.max_model_len,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=loaded.prefix_caching,
     )
     scheduler = Scheduler(
         kv,
@@ -205,6 +236,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         max_num_tokens=limits.max_num_tokens,
         max_model_len=limits.max_model_len,
         max_chunk=config.max_chunk,
+        chunked_prefill=loaded.chunked_prefill,
     )
     forward = ForwardPass(loaded.module, loaded.state_class(loaded.module, limits, groups), groups, caches)
     runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)

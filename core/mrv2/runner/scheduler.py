@@ -71,6 +71,7 @@ class Scheduler:
         max_num_tokens: most tokens computed in one step.
         max_model_len: most tokens of one request.
         max_chunk: most prompt tokens of one request in one step; None: only `max_num_tokens` limits.
+        chunked_prefill: whether a prompt may be cut at all.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class Scheduler:
         max_num_tokens: int,
         max_model_len: int,
         max_chunk: int | None = None,
+        chunked_prefill: bool = True,
     ) -> None:
         self.kv = kv
         self.columns = RowColumns(max_rows, max_model_len)
         self.stats = SchedulerStats()
         self._max_num_tokens = max_num_tokens
         self._max_chunk = max_chunk or max_num_tokens
+        self._chunked_prefill = chunked_prefill
         self._rows = RowAllocator(max_rows)
         self._requests: dict[str, Request] = {}
         self._by_row: list[Request | None] = [None] * max_rows
@@ -250,6 +253,8 @@ class Scheduler:
         # Room for the next growth of what runs already, or the newcomer would soon be preempted again.
         need += min(len(self._running) * len(self.kv.groups), self.kv.pool.num_usable // 20)
         if need > self.kv.pool.num_free - self.kv.pool.num_free_of(shared):
+            return False
+        if not self._chunked_prefill and total - hit.num_tokens > batch.budget:
             return False
         self._waiting.popleft()
         row = self._rows.allocate()

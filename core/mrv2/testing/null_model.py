@@ -65,5 +65,7 @@ def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
         config=config,
         tokenizer=None,
         adapter="null",
+        chunked_prefill=True,
+        prefix_caching=True,
     )
     return assemble(loaded, EngineConfig(device="cpu", **settings))

@@ -5,8 +5,9 @@ The cache is hostile: blocks are handed out in random order, and everything nobo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,27 @@ from torch import Tensor, nn
 from mrv2.attn.backend import AttentionBackend, select_backend
 from mrv2.attn.groups import KVGroup, make_groups
 from mrv2.layers.context import NativeContext
-from mrv2.layers.native import NativeLayers
+from mrv2.layers.native import NativeLayers, check_names
+from mrv2.loader.weights import load_weights
 from mrv2.state.view import CacheMeta
+
+
+def build_native(
+    model_class: Any, config: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> tuple[nn.Module, NativeLayers]:
+    """A model of the native host, names checked, weights loaded, ready to run.
+
+    Args:
+        model_class: what the adapter's `mrv2_model` returns.
+        config: the model's config.
+        tensors: (checkpoint name, tensor) pairs.
+    """
+    layers = NativeLayers()
+    model: nn.Module = model_class(layers, config)
+    check_names(model, layers)
+    load_weights(model, tensors, model_class.weight_map)
+    layers.finalize(model)
+    return model, layers
 
 
 @dataclass(slots=True)
