@@ -163,7 +163,10 @@ def test_frequencies_survive_the_meta_device() -> None:
         ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, ["rope_type", "linear", "yarn"]),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_theta": 5e4}}, ["rope_theta", "10000.0", "50000.0"]),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {"type": "linear", "factor": 4}},
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+                "rope_scaling": {"type": "linear", "factor": 4},
+            },
             ["factor", "rope_parameters.factor", "2.0", "4"],
         ),
         ({"full_attention": {"rope_type": "default"}, "sliding_attention": None}, ["full_attention", "None"]),
