@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from mrv2.layers.base import Slot
 
-# On one CPU thread in fp32, PyTorch's own product is fastest for a token or two, oneDNN's for more; a copy of the
-# weight in oneDNN's blocked layout saves another tenth to a fifth, until the product stops being memory bound.
-ONEDNN_FROM = 3
-PACKED_UP_TO = 128
+# What was measured on one CPU thread in fp32. A single token: PyTorch's product, and best, by a twentieth, with the
+# weight stored column by column. Several: oneDNN's product with a copy of the weight in its own blocked layout; without
+# the copy, from three tokens on, oneDNN's with rows (a tenth to a fifth slower). Many: all alike.
+PACKED_FROM = 2
+UNPACKED_FROM = 3
+ONEDNN_UP_TO = 128
 PACK_FOR_TOKENS = 16
 
 
@@ -62,11 +64,20 @@ def own_slots(module: nn.Module) -> dict[str, Slot]:
     return {name: row_slot(module, name) for name, _ in module.named_parameters(recurse=False)}
 
 
+def store_by_columns(weight: nn.Parameter) -> None:
+    """Transpose a matrix within its memory: same parameter, address, shape and values, other strides."""
+    if not weight.is_contiguous() or 1 in weight.shape:
+        return
+    with torch.no_grad():
+        columns = weight.t().contiguous()  # the fast direction of PyTorch's copy
+        weight.data = weight.data.view(columns.shape).copy_(columns).t()
+
+
 class LinearBase(nn.Module):
     """A projection `x @ weight.T + bias` whose weight may have a packed copy beside it.
 
     The parameter stays where it is and remains the truth. A copy that is older than the last write to the
-    parameter isn't used; `pack` makes a new one.
+    parameter isn't used; `pack` makes a new one, and stores the parameter itself by columns.
     """
 
     bias: nn.Parameter | None
@@ -84,14 +95,13 @@ class LinearBase(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """[num_tokens, in] to [num_tokens, out]."""
         weight = self.full_weight()
-        num_tokens = x.shape[0]
-        if num_tokens >= ONEDNN_FROM and weight.dtype is torch.float32 and weight.is_cpu:
+        if PACKED_FROM <= x.shape[0] <= ONEDNN_UP_TO and weight.dtype is torch.float32 and weight.is_cpu:
             ops = onednn_linear()
             if ops is not None:
-                packed = self._packed
-                if packed is None or num_tokens > PACKED_UP_TO or weight._version != self._packed_version:
-                    packed = weight
-                return ops[0](x, packed, self.bias, "none", [], "")
+                if self._packed is not None and weight._version == self._packed_version:
+                    return ops[0](x, self._packed, self.bias, "none", [], "")
+                if x.shape[0] >= UNPACKED_FROM and weight.is_contiguous():
+                    return ops[0](x, weight, self.bias, "none", [], "")
         return F.linear(x, weight, self.bias)
 
     def pack_bytes(self) -> int:
@@ -109,9 +119,11 @@ class LinearBase(nn.Module):
         """Make the packed copy anew."""
         ops = onednn_linear()
         assert ops is not None
+        weight = self.full_weight()
+        store_by_columns(weight)
         with torch.inference_mode():
-            self._packed = ops[1](self.full_weight().detach(), PACK_FOR_TOKENS)
-        self._packed_version = self.full_weight()._version
+            self._packed = ops[1](weight.detach(), PACK_FOR_TOKENS)
+        self._packed_version = weight._version
 
 
 class PackedLinear(LinearBase):

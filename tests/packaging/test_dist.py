@@ -1,0 +1,76 @@
+"""What `make dist` builds installs in a fresh environment, and an adapter brings the core with it."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = sorted(p.name for p in (ROOT / "adapters").iterdir() if p.is_dir())
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run(*command, cwd=None, env=None):
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The folder that `make dist` makes, built from a copy of what git tracks."""
+    source = tmp_path_factory.mktemp("source") / "mrv2"
+    run("git", "clone", "--quiet", ROOT, source)
+    stamp = source.parent / "installed"  # the tools are those of this environment; nothing is installed
+    for name in ("requirements-dev.txt", "pyproject.toml", *(f"adapters/{a}/pyproject.toml" for a in ADAPTERS)):
+        os.utime(source / name, (1, 1))
+    stamp.touch()
+    run("make", "dist", f"STAMP={stamp}", f"BIN={Path(sys.executable).parent}", cwd=source)
+    return source / "dist"
+
+
+def test_wheels_carry_code_data_and_licence(dist):
+    wheels = {w.name.split("-")[0]: w for w in dist.glob("*.whl")}
+    assert sorted(wheels) == sorted(["mrv2", *(f"mrv2_adapter_{a}" for a in ADAPTERS)])
+    names = set(zipfile.ZipFile(wheels["mrv2"]).namelist())
+    assert {"mrv2/py.typed", "mrv2/catalog.json", "mrv2/loader/bundled.json", "mrv2/cli/app.py"} <= names
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert not [n for n in names if n.startswith(("tests/", "adapters/", "core/"))]
+    for name in ADAPTERS:
+        files = set(zipfile.ZipFile(wheels[f"mrv2_adapter_{name}"]).namelist())
+        assert {f"mrv2_adapter_{name}/{f}" for f in ("adapter.toml", "py.typed", "model.py")} <= files
+
+
+def test_index_lists_every_wheel(dist):
+    index = (dist / "simple" / "index.html").read_text()
+    for name in ("mrv2", *(f"mrv2-adapter-{a}" for a in ADAPTERS)):
+        assert f'href="{name}/"' in index
+        page = (dist / "simple" / name / "index.html").read_text()
+        assert [w for w in (dist / "simple" / name).glob("*.whl") if f'href="{w.name}"' in page]
+
+
+def test_an_adapter_installed_alone_brings_the_core(dist, tmp_path):
+    home = tmp_path / "fresh"
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    index = (dist / "simple").as_uri()
+    # The pin only keeps a CUDA build of several gigabytes away; any torch >= 2.11 would do.
+    run(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, "torch==2.13.0", "mrv2-adapter-qwen")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MRV2_"))}
+    listed = json.loads(run(home / "bin" / "mrv2", "list", "--json", cwd=tmp_path, env=env))
+    (entry,) = listed["adapters"]
+    assert entry["name"] == "qwen"
+    assert entry["distribution"] == "mrv2-adapter-qwen"
+    assert entry["version"] == "0.1.0"
+    assert entry["sdk_api"] == "0.1"
+    assert entry["architectures"] == ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    assert entry["capabilities"]["chunked_prefill"] == "native"
+    assert "qwen" in run(python, "-m", "mrv2", "doctor", cwd=tmp_path, env=env)
