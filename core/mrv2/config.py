@@ -49,7 +49,7 @@ class ModelConfig:
         raw: `config.json` as written.
         vocab_size: ids the model has embeddings for.
         num_layers: transformer layers, where the config says so.
-        max_model_len: positions the model was made for; None: it has no limit of its own.
+        max_model_len: positions the model serves, rotary scaling included; None: it has no limit of its own.
         eos_token_ids: end tokens, from `generation_config.json` if that names any, else from the config.
         dtype: of the checkpoint, as the config says; None: it doesn't.
     """
@@ -106,10 +106,21 @@ def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
         raw=raw,
         vocab_size=_required_size(text_config, "vocab_size", file),
         num_layers=_size(text_config, "num_hidden_layers", file),
-        max_model_len=_size(text_config, "max_position_embeddings", file),
+        max_model_len=_context(text_config, file),
         eos_token_ids=_eos_token_ids(path, hf_config, text_config),
         dtype=_dtype(hf_config, text_config),
     )
+
+
+def _context(text_config: Any, file: Path) -> int | None:
+    """Positions the model serves. Types that stretch frequencies name the length before stretching."""
+    length = _size(text_config, "max_position_embeddings", file)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope_type, factor = rope.get("rope_type"), rope.get("factor")
+    if length is None or rope_type not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+        return length
+    before = rope.get("original_max_position_embeddings") or length
+    return max(length, int(before * factor)) if rope_type == "yarn" else int(length * factor)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

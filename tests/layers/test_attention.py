@@ -234,3 +234,13 @@ def test_low_precision(dtype: torch.dtype, soft_cap: float | None) -> None:
 def test_backends_by_device() -> None:
     assert isinstance(select_backend(torch.device("cpu")), CpuAttention)
     assert isinstance(select_backend(torch.device("cuda")), ReferenceAttention)
+
+
+def test_the_reference_reads_nothing_on_the_host() -> None:
+    """Meta tensors have no values: any read of one raises."""
+    batch = make_batch(lens=[(6, 1), (2, 4)], window=3, padding=(1, 2))
+    fields = {name: getattr(batch.meta, name) for name in batch.meta.__dataclass_fields__}
+    meta = CacheMeta(**{n: f.to("meta") if isinstance(f, torch.Tensor) else f for n, f in fields.items()})
+    q, k, v, cache = (x.to("meta") for x in (batch.q, batch.k, batch.v, batch.cache))
+    out = ReferenceAttention().attend(q, k, v, cache=cache, meta=meta, args=batch.args, memo={})
+    assert out.shape == batch.q.shape

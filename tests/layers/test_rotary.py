@@ -196,3 +196,10 @@ def test_one_layer_type_is_chosen() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     assert rope_parameters(config, "sliding_attention")["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_angles_read_nothing_on_the_host(name: str) -> None:
+    """Meta tensors have no values: any read of one raises."""
+    positions = torch.empty(3, dtype=torch.int64, device="meta")
+    assert table(PARAMETERS[name]).angles(positions, torch.float32, positions).cos.is_meta

@@ -31,6 +31,15 @@ CONFIGS = {
         **{**SMALL, "num_hidden_layers": 3}, use_sliding_window=True, sliding_window=11, max_window_layers=1
     ),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "llama-yarn": LlamaConfig(
+        **{**SMALL, "max_position_embeddings": 32},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
 }
 
 

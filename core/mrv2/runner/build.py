@@ -113,6 +113,7 @@ class LoadedModel:
     name: str  # as the user gave it
     module: nn.Module
     caches: Mapping[str, AttentionCache]
+    rope_fixed_up_to: int | None  # longest request whose rotation depends on positions alone; None: any
     state_class: type[ModelState]
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -148,6 +149,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         name=location.name,
         module=module,
         caches=layers.caches,
+        rope_fixed_up_to=layers.rope_fixed_up_to,
         state_class=adapter.model_state_class(ctx) or DefaultModelState,
         config=model_config,
         tokenizer=load_tokenizer(ctx, adapter),
@@ -246,6 +248,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         max_model_len=limits.max_model_len,
         cache_capacity=kv.capacity,
         eos_token_ids=_end_tokens(loaded),
+        rope_fixed_up_to=loaded.rope_fixed_up_to,
     )
     return EngineParts(
         engine=Engine(scheduler, runner, depth=depth),

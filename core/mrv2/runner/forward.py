@@ -38,7 +38,13 @@ class ForwardPass:
         self.state.before_forward(view)
         metadata = self.state.prepare_attn(view)
         inputs = self.state.prepare_inputs(view)
-        ctx = NativeContext(attn=metadata, caches=self._caches, group_of=self._group_of, backend=self._backend)
+        ctx = NativeContext(
+            attn=metadata,
+            caches=self._caches,
+            group_of=self._group_of,
+            backend=self._backend,
+            prompt_lens=view.table.prompt_len[view.rows.clamp(min=0).long()],
+        )
         hidden: Tensor = self.model(view.input_ids, view.positions, ctx, **inputs)
         return hidden
 

@@ -22,6 +22,7 @@ class RequestLimits:
     max_model_len: int
     cache_capacity: int  # tokens that one request alone can hold in the KV cache
     eos_token_ids: tuple[int, ...]
+    rope_fixed_up_to: int | None = None  # longer prompts have keys of their own; see `NativeLayers`
 
 
 class Intake:
@@ -65,6 +66,8 @@ class Intake:
                     where=f"request {req_id}",
                     fix="give ids of this model's vocabulary",
                 )
+        fixed = limits.rope_fixed_up_to
+        rope_len = len(prompt_np) if fixed is not None and len(prompt_np) > fixed else None
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else limits.eos_token_ids)
         return Request(
             req_id=req_id,
@@ -74,7 +77,7 @@ class Intake:
             seed=self._random.getrandbits(63) if sampling.seed is None else sampling.seed,
             len_limit=min(wanted, bound),
             stop_token_ids=tuple(dict.fromkeys(stops)),
-            hash_root=hash_root(sampling),
+            hash_root=hash_root(sampling, rope_len=rope_len),
             watched=watched or sampling.logprobs is not None or bool(sampling.stop),
         )
 

@@ -24,14 +24,18 @@ class PrefixHit:
     blocks: tuple[tuple[int, ...], ...]
 
 
-def hash_root(params: SamplingParams) -> bytes:
+def hash_root(params: SamplingParams, *, rope_len: int | None = None) -> bytes:
     """Start of a request's hash chain: whatever besides token ids may change cache contents.
 
     An adapter's per-request options can reach any layer, so requests with other options share nothing.
+
+    Args:
+        params: of the request.
+        rope_len: the prompt's length, where the rotation of its keys depends on it; None: it doesn't.
     """
-    if not params.extra_args:
+    if not params.extra_args and rope_len is None:
         return b""
-    text = json.dumps(dict(params.extra_args), sort_keys=True, default=repr)
+    text = json.dumps([dict(params.extra_args), rope_len], sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

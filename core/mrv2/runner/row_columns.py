@@ -17,6 +17,7 @@ class RowColumns:
         self.stop_ids_np = np.full((max_rows, MAX_STOP_TOKEN_IDS), -1, np.int64)
         for name in ("prompt_len", "prefill_len", "known", "computed", "scheduled_ub", "total_ub", "len_limit"):
             setattr(self, f"{name}_np", np.zeros(max_rows, np.int32))
+        self._stop_width = 1  # most stop ids that any request had: the rest of the column is -1 everywhere
         self.in_flight_np = np.zeros(max_rows, np.int32)  # steps whose output has not come back
         self.open_np = np.zeros(max_rows, bool)  # output tokens still belong to the request
         self.watched_np = np.zeros(max_rows, bool)
@@ -35,6 +36,7 @@ class RowColumns:
         self.tokens_np[row, :known] = request.tokens_np
         self.stop_ids_np[row] = -1
         self.stop_ids_np[row, : len(request.stop_token_ids)] = request.stop_token_ids
+        self._stop_width = max(self._stop_width, len(request.stop_token_ids))
         self.prompt_len_np[row] = len(request.prompt_np)
         self.prefill_len_np[row] = self.known_np[row] = self.total_ub_np[row] = known
         self.computed_np[row] = self.scheduled_ub_np[row] = num_computed
@@ -54,4 +56,5 @@ class RowColumns:
 
     def stopped(self, rows_np: NDArray[np.int32], tokens_np: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each row's newest token is one of its stop ids; the device applies the same rule."""
-        return np.asarray((self.stop_ids_np[rows_np] == tokens_np[:, None]).any(1))
+        stop_ids_np = self.stop_ids_np[rows_np, : self._stop_width]
+        return np.asarray((stop_ids_np == tokens_np[:, None]).any(1))

@@ -61,6 +61,7 @@ def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
         name="null",
         module=NullModel(),
         caches={"layer": AttentionCache(1, 1, None)},
+        rope_fixed_up_to=None,
         state_class=DefaultModelState,
         config=config,
         tokenizer=None,
