@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mrv2.layers.argmax_screen import ArgmaxScreen, screen_bytes
 from mrv2.layers.base import Slot
 
 # What was measured on one CPU thread in fp32. A single token: PyTorch's product, and best, by a twentieth, with the
@@ -198,6 +199,7 @@ class LMHead(LinearBase):
             self.weight = make_parameter(vocab_size, hidden_size)
         self.scale = scale
         self.soft_cap = soft_cap
+        self._screen: ArgmaxScreen | None = None
 
     def full_weight(self) -> nn.Parameter:
         """The head's weight, or the embedding's."""
@@ -211,6 +213,32 @@ class LMHead(LinearBase):
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """The most likely token of `hidden` [1, hidden_size], [1] int64, where that can be had for less than all
+        logits; None: it can't. A soft cap keeps the order but not small differences, so logits decide then.
+        """
+        current = self._screen is not None and self.full_weight()._version == self._packed_version
+        if not current or hidden.shape[0] != 1 or self.scale <= 0 or self.soft_cap is not None:
+            return None
+        assert self._screen is not None
+        return self._screen(hidden)
+
+    def pack_bytes(self) -> int:
+        """As for any projection, and the screen for `greedy`."""
+        size = super().pack_bytes()
+        return size + screen_bytes(self.full_weight()) if size else 0
+
+    def unpack(self) -> None:
+        """Drop the packed copy and the screen."""
+        super().unpack()
+        self._screen = None
+
+    def pack(self) -> None:
+        """Make both anew."""
+        super().pack()
+        weight = self.full_weight()
+        self._screen = ArgmaxScreen(weight.detach()) if screen_bytes(weight) else None
 
     def weight_slots(self) -> dict[str, Slot]:
         """`weight`; without a value of its own when tied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -53,3 +53,8 @@ class ForwardPass:
         head: nn.Module = self.model.lm_head  # type: ignore[assignment]
         logits: Tensor = head(hidden[view.logits_indices])
         return logits.float()
+
+    def greedy(self, hidden: Tensor, view: StepView) -> Tensor | None:
+        """The most likely next tokens, [num_reqs] int64, where the head has them without all logits."""
+        greedy: Callable[[Tensor], Tensor | None] | None = getattr(self.model.lm_head, "greedy", None)
+        return None if greedy is None or view.num_reqs > 1 else greedy(hidden[view.logits_indices])

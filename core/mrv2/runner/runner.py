@@ -17,7 +17,7 @@ from mrv2.kernels.update_after_sample import update_after_sample
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.outputs import CopyStream, PendingOutput
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS
-from mrv2.sample.sampler import Sampler
+from mrv2.sample.sampler import Sampler, SamplerOutput
 from mrv2.sample.states import SamplerNeeds, SamplingStates
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.input_buffers import InputBuffers
@@ -52,7 +52,9 @@ class Runner:
         self._tables = BlockTables(limits, groups)
         self._buffers = InputBuffers(limits, groups)
         self._sampling = SamplingStates(limits)
-        self._sampler = self._state.custom_sampler(Sampler(self._sampling))
+        default = Sampler(self._sampling)
+        self._sampler = self._state.custom_sampler(default)
+        self._may_skip_logits = self._sampler is default
         self._copies = CopyStream(limits.device)
 
     @torch.inference_mode()
@@ -81,9 +83,7 @@ class Runner:
     def finish(self, step: PendingStep) -> PendingOutput:
         """Sample, write back to the request table, and start the copy to the host."""
         view, requests = step.view, self._requests
-        logits = self._forward.logits(step.hidden, view)
-        # The token after the last computed one: its position is the length after this step.
-        sampled = self._sampler(logits, view.rows, view.seq_lens.long(), step.needs)
+        sampled = self._sample(step)
         tokens = sampled.token_ids[:, None]
         num_sampled = torch.empty_like(view.rows)
         update_after_sample(
@@ -103,4 +103,14 @@ class Runner:
             step.plan.step_id, tokens=tokens, num_sampled=num_sampled, logprobs=sampled.logprobs, stream=self._copies
         )
         self._state.after_sample(view, num_sampled)
+        return output
+
+    def _sample(self, step: PendingStep) -> SamplerOutput:
+        if self._may_skip_logits and step.needs.only_argmax:
+            token_ids = self._forward.greedy(step.hidden, step.view)
+            if token_ids is not None:
+                return SamplerOutput(token_ids, None)
+        logits = self._forward.logits(step.hidden, step.view)
+        # The token after the last computed one: its position is the length after this step.
+        output: SamplerOutput = self._sampler(logits, step.view.rows, step.view.seq_lens.long(), step.needs)
         return output

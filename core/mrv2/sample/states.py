@@ -24,6 +24,11 @@ class SamplerNeeds:
     top_p: bool
     num_logprobs: int | None  # most that any request asked for; None: nobody did
 
+    @property
+    def only_argmax(self) -> bool:
+        """Whether the most likely tokens are all that is wanted."""
+        return not self.random and self.num_logprobs is None
+
 
 class SamplingStates:
     """One mirrored column per parameter."""
