@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import pluggy
@@ -12,7 +13,7 @@ import pluggy
 from mrv2.context import AdapterContext, Host
 from mrv2.entry import AdapterEntry
 from mrv2.errors import HookResultError, Mrv2Error, UnsupportedError
-from mrv2.loading import raised_at, source_of
+from mrv2.loading import describe, raised_at, source_of, stdout_to_stderr
 from mrv2.manifest import Capability, Manifest
 
 FORWARD_ARGS = ("input_ids", "positions", "ctx")
@@ -44,92 +45,104 @@ class LoadedAdapter:
 
     def config_class(self, ctx: AdapterContext) -> type | None:
         """The config class of `ctx.model_type`; None: transformers has it."""
-        result = self._call("mrv2_config", ctx)
-        if result is None:
-            return None
-        if not isinstance(result, type):
-            self._wrong("mrv2_config", f"{_show(result)}, not a class", "return the config class itself")
-        model_type = getattr(result, "model_type", None)
-        if model_type != ctx.model_type:
-            self._wrong(
-                "mrv2_config",
-                f"{_show(result)}, whose model_type is {model_type!r} and not {ctx.model_type!r}",
-                "pick the class by ctx.model_type",
-            )
-        return result
+        with self._checked("mrv2_config"):
+            result = self._call("mrv2_config", ctx)
+            if result is None:
+                return None
+            if not isinstance(result, type):
+                self._wrong("mrv2_config", f"{_show(result)}, not a class", "return the config class itself")
+            model_type = getattr(result, "model_type", None)
+            if model_type != ctx.model_type:
+                self._wrong(
+                    "mrv2_config",
+                    f"{_show(result)}, whose model_type is {model_type!r} and not {ctx.model_type!r}",
+                    "pick the class by ctx.model_type",
+                )
+            return result
 
     def tokenizer(self, ctx: AdapterContext) -> object | None:
         """The adapter's tokenizer; None: transformers loads the checkpoint's."""
-        result = self._call("mrv2_tokenizer", ctx)
-        missing = [m for m in ("encode", "decode") if not callable(getattr(result, m, None))]
-        if result is not None and (missing or isinstance(result, type)):
-            what = "a class" if isinstance(result, type) else f"without {' and '.join(missing)}"
-            self._wrong("mrv2_tokenizer", f"{_show(result)}, {what}", "return a tokenizer object")
-        return result
+        with self._checked("mrv2_tokenizer"):
+            result = self._call("mrv2_tokenizer", ctx)
+            missing = [m for m in ("encode", "decode") if not callable(getattr(result, m, None))]
+            if result is not None and (missing or isinstance(result, type)):
+                what = "a class" if isinstance(result, type) else f"without {' and '.join(missing)}"
+                self._wrong("mrv2_tokenizer", f"{_show(result)}, {what}", "return a tokenizer object")
+            return result
 
     def model_class(self, ctx: AdapterContext) -> type:
         """The model class of `ctx.architecture`, as `mrv2.layers.base.ModelClass` describes."""
-        result = self._call("mrv2_model", ctx)
-        if result is None:
-            self._wrong(
-                "mrv2_model",
-                f"None for {ctx.architecture}, which {self.entry.manifest_path or 'the manifest'} claims",
-                "return its class, or take it out of `architectures`",
-            )
-        fault = _model_fault(result)
-        if fault:
-            self._wrong("mrv2_model", f"{_show(result)}, {fault[0]}", fault[1])
-        assert isinstance(result, type)
-        return result
+        with self._checked("mrv2_model"):
+            result = self._call("mrv2_model", ctx)
+            if result is None:
+                self._wrong(
+                    "mrv2_model",
+                    f"None for {ctx.architecture}, which {self.entry.manifest_path or 'the manifest'} claims",
+                    "return its class, or take it out of `architectures`",
+                )
+            fault = _model_fault(result)
+            if fault:
+                self._wrong("mrv2_model", f"{_show(result)}, {fault[0]}", fault[1])
+            assert isinstance(result, type)
+            return result
 
     def weight_source(self, ctx: AdapterContext) -> object | None:
         """The adapter's source of tensors; None: safetensors or GGUF."""
-        result = self._call("mrv2_weight_source", ctx)
-        if isinstance(result, type):
-            self._wrong("mrv2_weight_source", f"{_show(result)}, a class", "return an object opened for ctx.path")
-        return result
+        with self._checked("mrv2_weight_source"):
+            result = self._call("mrv2_weight_source", ctx)
+            if isinstance(result, type):
+                self._wrong("mrv2_weight_source", f"{_show(result)}, a class", "return an object opened for ctx.path")
+            return result
 
     def model_state_class(self, ctx: AdapterContext) -> type | None:
         """The adapter's `ModelState` class; None: the default."""
-        result = self._call("mrv2_model_state", ctx)
-        if result is None:
-            return None
-        # A subclass exists only if its base has been imported.
-        base = _imported("mrv2.model_state.base", "ModelState")
-        if not isinstance(result, type) or base is None or not issubclass(result, base):
-            self._wrong("mrv2_model_state", f"{_show(result)}, not a subclass of ModelState", "return such a class")
-        missing = sorted(getattr(result, "__abstractmethods__", ()))
-        if missing:
-            self._wrong("mrv2_model_state", f"{_show(result)}, which lacks {', '.join(missing)}", "write these methods")
-        return result
+        with self._checked("mrv2_model_state"):
+            result = self._call("mrv2_model_state", ctx)
+            if result is None:
+                return None
+            # A subclass exists only if its base has been imported.
+            base = _imported("mrv2.model_state.base", "ModelState")
+            if not isinstance(result, type) or base is None or not issubclass(result, base):
+                self._wrong("mrv2_model_state", f"{_show(result)}, not a subclass of ModelState", "return such a class")
+            missing = sorted(getattr(result, "__abstractmethods__", ()))
+            if missing:
+                self._wrong(
+                    "mrv2_model_state", f"{_show(result)}, which lacks {', '.join(missing)}", "write these methods"
+                )
+            return result
 
     def mm_processor(self, ctx: AdapterContext) -> object | None:
         """What turns media into model inputs; None: text only."""
-        return self._declared("mrv2_mm_processor", ctx, Capability.MULTIMODAL)
+        with self._checked("mrv2_mm_processor"):
+            return self._declared("mrv2_mm_processor", ctx, Capability.MULTIMODAL)
 
     def speculator(self, ctx: AdapterContext) -> type | None:
         """The drafter's class; None: the adapter drafts nothing."""
-        result = self._declared("mrv2_speculator", ctx, Capability.DRAFTING)
-        if result is not None and not isinstance(result, type):
-            self._wrong("mrv2_speculator", f"{_show(result)}, not a class", "return the drafter's class")
-        return result
+        with self._checked("mrv2_speculator"):
+            result = self._declared("mrv2_speculator", ctx, Capability.DRAFTING)
+            if result is not None and not isinstance(result, type):
+                self._wrong("mrv2_speculator", f"{_show(result)}, not a class", "return the drafter's class")
+            return result
 
     def logits_processors(self, ctx: AdapterContext) -> Sequence[Any]:
         """The adapter's own processors, in order."""
-        result = self._declared("mrv2_logits_processors", ctx, Capability.LOGITS_PROCESSORS)
-        if result is None:
-            return ()
-        if not isinstance(result, list | tuple):
-            self._wrong("mrv2_logits_processors", f"{_show(result)}, not a list or tuple", "return a list")
-        return tuple(result)
+        with self._checked("mrv2_logits_processors"):
+            result = self._declared("mrv2_logits_processors", ctx, Capability.LOGITS_PROCESSORS)
+            if result is None:
+                return ()
+            if not isinstance(result, list | tuple):
+                self._wrong("mrv2_logits_processors", f"{_show(result)}, not a list or tuple", "return a list")
+            return tuple(result)
 
     def test_target(self, ctx: AdapterContext) -> object | None:
         """What the conformance kit compares with; None: its own invariances only."""
-        return self._call("mrv2_test_target", ctx)
+        with self._checked("mrv2_test_target"):
+            return self._call("mrv2_test_target", ctx)
 
     def vllm(self, ctx: AdapterContext) -> object | None:
         """How to run inside vLLM; None: with the adapter's own model."""
-        return self._call("mrv2_vllm", ctx)
+        with self._checked("mrv2_vllm"):
+            return self._call("mrv2_vllm", ctx)
 
     # -- about hooks -------------------------------------------------------------------------------------
 
@@ -139,18 +152,23 @@ class LoadedAdapter:
         return source_of(implementations[0].function) if implementations else None
 
     def _call(self, hook: str, ctx: AdapterContext) -> object | None:
-        try:
-            result: object | None = getattr(self._hooks, hook)(ctx=ctx)
-        except Mrv2Error:
-            raise
-        except (Exception, SystemExit) as error:
-            place = raised_at(error.__traceback__)
-            raise HookResultError(
-                f"{hook} of adapter {self.name} raised {type(error).__name__}: {error}, at {place}",
-                where=self._where(hook),
-                fix="correct the hook",
-            ) from error
+        result: object | None = getattr(self._hooks, hook)(ctx=ctx)
         return result
+
+    @contextlib.contextmanager
+    def _checked(self, hook: str) -> Iterator[None]:
+        """Around a hook's call and the checks of its result, which may run code of the adapter as well."""
+        try:
+            with stdout_to_stderr():
+                yield
+        except (Mrv2Error, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise HookResultError(
+                f"{hook} of adapter {self.name} raised {describe(error)}, at {raised_at(error.__traceback__)}",
+                where=self._where(hook),
+                fix="correct the hook, or what it returns",
+            ) from error
 
     def _declared(self, hook: str, ctx: AdapterContext, capability: Capability) -> object | None:
         result = self._call(hook, ctx)

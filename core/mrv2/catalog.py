@@ -71,10 +71,10 @@ def install_hint(entries: Sequence[CatalogEntry], *, architecture: str = "", mod
 def _parse(text: str, where: str) -> tuple[CatalogEntry, ...]:
     try:
         return _CatalogFile.model_validate(json.loads(text)).catalog
-    except json.JSONDecodeError as error:
-        raise CatalogError(f"not valid JSON: {error}", where=where, fix="correct the named line") from error
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
         raise CatalogError(
             faults, where=where, fix='the form is {"catalog": [{"adapter": …, "install": …}]}'
         ) from error
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits and deep nesting, too
+        raise CatalogError(f"not valid JSON: {error}", where=where, fix="correct the named line") from error

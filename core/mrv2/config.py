@@ -12,9 +12,16 @@ import torch
 
 from mrv2.context import AdapterContext
 from mrv2.errors import ConfigError
+from mrv2.layers.rope_config import checked
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+
+LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+"""What sizes a layer's tensors: one number, or in some families a list with one per layer."""
+
+MAX_SIZE = 2**63 - 1
+"""What an int64 holds; JSON's integers have no end."""
 
 
 class ConfigAdapter(Protocol):
@@ -98,6 +105,9 @@ def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
     _register_config_class(registry, adapter, context, file)
     hf_config = _load(path, file)
     text_config = hf_config.get_text_config()
+    _size(text_config, "hidden_size", file)
+    for name in () if getattr(text_config, "is_heterogeneous", False) else LAYER_SIZES:
+        _check_layer_size(text_config, name, file)
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -115,16 +125,23 @@ def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
 def _context(text_config: Any, file: Path) -> int | None:
     """Positions the model serves. Types that stretch frequencies name the length before stretching."""
     length = _size(text_config, "max_position_embeddings", file)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    rope_type, factor = rope.get("rope_type"), rope.get("factor")
-    if length is None or rope_type not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+    rope = getattr(text_config, "rope_parameters", None)
+    if length is None or not isinstance(rope, Mapping) or rope.get("factor") is None:
         return length
-    before = rope.get("original_max_position_embeddings") or length
-    return max(length, int(before * factor)) if rope_type == "yarn" else int(length * factor)
+    rope_type, before = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    if rope_type not in ("linear", "dynamic", "yarn"):
+        return length
+    factor: Any = checked("factor", rope["factor"], where=str(file))
+    if rope_type != "yarn":
+        return min(max(1, int(length * factor)), MAX_SIZE)
+    start: Any = length if before is None else checked("original_max_position_embeddings", before, where=str(file))
+    return min(max(length, int(start * factor)), MAX_SIZE)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`; None if there is no such file."""
+    if file.exists() and not file.is_file():  # reading a pipe would wait for ever
+        raise _bad("it is no regular file", file)
     try:
         found = json.loads(file.read_bytes().decode("utf-8"))
     except FileNotFoundError:
@@ -133,7 +150,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         raise _bad(f"it isn't UTF-8 (byte {e.start})", file) from e
     except json.JSONDecodeError as e:
         raise _bad(f"it isn't JSON (line {e.lineno}, column {e.colno}: {e.msg})", file) from e
-    except (OSError, RecursionError) as e:
+    except (OSError, RecursionError, ValueError) as e:  # nested too deeply, or an integer of thousands of digits
         raise _bad(f"it can't be read ({e})", file) from e
     if not isinstance(found, dict):
         raise _bad("it holds no JSON object", file)
@@ -187,9 +204,19 @@ def _size(config: Any, name: str, file: Path) -> int | None:
     value = getattr(config, name, None)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _bad(f"{name} is {value!r}, expected a positive integer", file)
-    return value
+    if not _is_size(value):
+        raise _bad(f"{name} is {str(value)[:40]}, expected a positive integer", file)
+    return int(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
+
+
+def _check_layer_size(config: Any, name: str, file: Path) -> None:
+    value = getattr(config, name, None)
+    if not (isinstance(value, list | tuple) and value and all(map(_is_size, value))):
+        _size(config, name, file)
 
 
 def _required_size(config: Any, name: str, file: Path) -> int:

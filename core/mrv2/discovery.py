@@ -7,6 +7,7 @@ alone: list entry points, allowlist, requirement on the core, manifest, API.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
@@ -14,6 +15,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 from typing import Any
 
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -89,8 +91,7 @@ def _points(dist: Distribution) -> Iterator[EntryPoint]:
 
 
 def _installed(dist: Distribution, point: EntryPoint) -> Installed:
-    # Left-over folders may lack METADATA, which the type hints of the standard library don't admit.
-    metadata: Any = dist.metadata
+    metadata = _metadata(dist)
     name, version = (metadata["Name"], metadata["Version"]) if metadata else (None, None)
     entry = AdapterEntry(
         name=point.name,
@@ -102,7 +103,7 @@ def _installed(dist: Distribution, point: EntryPoint) -> Installed:
     if name is None or version is None:
         entry = entry.failed(
             MetadataError(
-                "the distribution's METADATA has no name or version",
+                "the distribution's METADATA is absent, isn't UTF-8, or has no name or version",
                 where=f"{location(dist)}, entry point {point.name} = {point.value}",
                 fix="reinstall it, or delete its left-over folder",
             )
@@ -117,6 +118,14 @@ def _installed(dist: Distribution, point: EntryPoint) -> Installed:
         )
     requires = metadata.get_all("Requires-Dist") if metadata else None
     return Installed(entry=entry, requires=tuple(requires or ()))
+
+
+def _metadata(dist: Distribution) -> Any:
+    """METADATA as a message; None where it can't be read, which the standard library's type hints don't admit."""
+    try:
+        return dist.metadata
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def location(dist: Distribution) -> str:
@@ -160,8 +169,10 @@ def check_single_copy(item: Installed) -> Mrv2Error | None:
         return None
     copies: dict[tuple[str, str], str] = {}
     for dist in found:
+        metadata = _metadata(dist)
+        version = str(metadata["Version"]) if metadata else "an unreadable version"
         points = sorted(f"{p.name}={p.value}" for p in _points(dist))
-        copies.setdefault((dist.version, ";".join(points)), location(dist))
+        copies.setdefault((version, ";".join(points)), location(dist))
     if len(copies) < 2:
         return None
     listed = "; ".join(f"{version} in {path}" for (version, _), path in copies.items())
@@ -177,7 +188,8 @@ def check_core_requirement(item: Installed) -> Mrv2Error | None:
     for text in item.requires:
         try:
             requirement = Requirement(text)
-        except InvalidRequirement as error:
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName) as error:
             return MetadataError(
                 f"requirement {text!r} can't be parsed: {error}",
                 where=item.entry.where,
@@ -185,7 +197,7 @@ def check_core_requirement(item: Installed) -> Mrv2Error | None:
             )
         if canonicalize_name(requirement.name) != "mrv2":
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if not applies:
             continue
         if not requirement.specifier.contains(__version__, prereleases=True):
             return CoreVersionError(
@@ -279,6 +291,8 @@ def _manifest_paths(spec: ModuleSpec) -> Iterator[str]:
 
 
 def _read(spec: ModuleSpec, path: str) -> bytes | None:
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
+        return None
     get_data = getattr(spec.loader, "get_data", None)
     try:
         data = get_data(path) if get_data is not None else Path(path).read_bytes()

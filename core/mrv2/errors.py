@@ -94,7 +94,8 @@ class SettingError(Mrv2Error):
     """An `MRV2_*` environment variable has a value that makes no sense here: `MRV2_ADAPTERS` lists a
     distribution that isn't installed, `MRV2_PREFER` isn't `Architecture=adapter`, or a time isn't a positive number.
 
-    Correct the variable or unset it. A setting is never skipped in silence.
+    Correct the variable or unset it. A setting is never skipped in silence: an entry of `MRV2_PREFER` for an adapter
+    or architecture that isn't here stops that architecture alone, and `mrv2 list` and `mrv2 doctor` name it.
     """
 
     code = "MRV2-102"
@@ -177,7 +178,7 @@ class AdapterTimeoutError(Mrv2Error):
 
 class HookError(Mrv2Error):
     """The adapter's hooks don't match the contract: an unknown name starting with `mrv2_`, an argument no hook
-    has, a missing `@mrv2.hookimpl`, or no hook at all.
+    has, a missing `@mrv2.hookimpl`, no hook at all, or attributes that raise when they are read.
 
     The message names file and line, and the nearest known name. `mrv2.hookspecs` documents all hooks.
     """
@@ -254,7 +255,7 @@ class ForwardInputError(Mrv2Error):
 
 class ConfigError(Mrv2Error):
     """The model folder's `config.json` (or `generation_config.json`) is missing, isn't UTF-8 JSON, names no
-    architecture or several, or holds a value that the config class refuses.
+    architecture or several, has a size that is no positive integer, or holds a value that the config class refuses.
 
     Check that MODEL is the folder that holds `config.json`, and that the file is whole. A config that names
     several architectures has to be cut down to the one to run.
@@ -357,6 +358,17 @@ class SlotError(Mrv2Error):
     title = "parameter without a weight slot"
 
 
+class ModelBuildError(Mrv2Error):
+    """The constructor of the adapter's model class raised, or asked for more memory than there is.
+
+    The message names the line. Sizes come from `config.json`: compare them with the checkpoint. If they are right,
+    the adapter's code is at fault, or the device is too small for this model.
+    """
+
+    code = "MRV2-211"
+    title = "model can't be built"
+
+
 # ---- 3xx: layers and kernels -------------------------------------------------------------------------------
 
 
@@ -385,8 +397,8 @@ class LayerArgumentError(Mrv2Error):
 
 class RopeError(Mrv2Error):
     """The rotary embedding's parameters can't be used: an unknown type, a key that its type doesn't have, a
-    missing key, or two spellings of one key (`rope_parameters`, or `rope_theta` and `rope_scaling`; `rope_type`
-    or `type`) with different values.
+    missing key, a value out of range, a list of the wrong length, or two spellings of one key (`rope_parameters`, or
+    `rope_theta` and `rope_scaling`; `rope_type` or `type`) with different values.
 
     Nothing is guessed, since a wrong table gives fluent nonsense. Correct the named keys in `config.json`.
     """
@@ -448,6 +460,17 @@ class EngineError(Mrv2Error):
 
     code = "MRV2-404"
     title = "engine failed"
+    exit_code = 1
+
+
+class OutputError(Mrv2Error):
+    """A request's tokens could not be turned into text: the tokenizer, often an adapter's own, raised.
+
+    Only this request is lost; others go on. The original exception is the cause.
+    """
+
+    code = "MRV2-405"
+    title = "output failed"
     exit_code = 1
 
 

@@ -33,7 +33,9 @@ def mrv2_config(ctx: AdapterContext) -> type | None:
 def mrv2_tokenizer(ctx: AdapterContext) -> object | None:
     """A tokenizer, if `transformers.AutoTokenizer` can't load the checkpoint's.
 
-    Has `encode(text) -> list[int]` and `decode(ids) -> str`.
+    Has `encode(text) -> list[int]` and `decode(ids) -> str`. Used as well, where it has them:
+    the keyword `skip_special_tokens` of `decode`; `eos_token_ids`, end tokens beside the config's; and
+    `apply_chat_template(messages, add_generation_prompt=...) -> list[int]`, without which chats are refused.
     """
 
 
@@ -47,7 +49,11 @@ def mrv2_model(ctx: AdapterContext) -> type:
 
 @hookspec(firstresult=True)
 def mrv2_weight_source(ctx: AdapterContext) -> object | None:
-    """Where tensors come from, if the checkpoint is neither safetensors nor GGUF."""
+    """Where tensors come from, if the checkpoint is neither safetensors nor GGUF.
+
+    An object opened for `ctx.path`, as `mrv2.loader.source.WeightSource` describes: names, shapes, dtypes, and
+    tensors or slices of them, read one at a time.
+    """
 
 
 @hookspec(firstresult=True)

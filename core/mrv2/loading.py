@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -24,6 +25,25 @@ from mrv2.errors import AdapterImportError, AdapterTimeoutError, HookError, Mrv2
 
 T = TypeVar("T")
 
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Adapters' code runs inside: what it prints must not stand among our results on stdout.
+
+    Nested and concurrent uses are safe: whoever finds stdout diverted leaves it alone, so nobody can restore
+    anything but the real one.
+    """
+    before = sys.stdout
+    if before is sys.stderr:
+        yield
+        return
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
 # ---- import ------------------------------------------------------------------------------------------------
 
 
@@ -34,12 +54,15 @@ def import_plugin(entry: AdapterEntry, timeout_s: float) -> object | Mrv2Error:
         KeyboardInterrupt: the user's, or the adapter's own.
     """
     try:
-        return bounded(lambda: _load(entry), timeout_s, doing=f"importing {entry.entry_point}", where=entry.where)
+        with stdout_to_stderr():
+            return bounded(lambda: _load(entry), timeout_s, doing=f"importing {entry.entry_point}", where=entry.where)
     except Mrv2Error as error:
         return error
-    except (Exception, SystemExit) as error:  # SystemExit too: an adapter may not end its host
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and the like too: an adapter may not end its host
         failure = AdapterImportError(
-            f"{_describe(error)}, raised at {raised_at(error.__traceback__)}",
+            f"{_import_failure(error)}, raised at {raised_at(error.__traceback__)}",
             where=entry.where,
             fix=_import_hint(error, entry),
         )
@@ -96,15 +119,24 @@ def _load(entry: AdapterEntry) -> object:
     return attrgetter(attribute)(loaded) if attribute else loaded
 
 
-def _describe(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"its import tried to end the process (SystemExit: {error.code})"
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def _import_failure(error: BaseException) -> str:
+    text = describe(error)
+    return f"its import tried to end the process ({text})" if isinstance(error, SystemExit) else text
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception on one line, whatever its class does when it is asked."""
+    try:
+        name, text = type(error).__name__, re.sub(r"\s+", " ", str(error)).strip()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return "an exception that can't be shown: its class raises when it is turned into text"
+    return f"{name}: {text}" if text else name
 
 
 def _import_hint(error: BaseException, entry: AdapterEntry) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
+    if type(error) is ModuleNotFoundError and error.name:
         return f"install what provides {error.name!r}, or correct the import"
     if entry.dist:
         return f"upgrade or uninstall {entry.dist}; `python -c 'import {_module(entry)}'` shows the whole trace"
@@ -135,16 +167,27 @@ def register(entry: AdapterEntry, plugin: object) -> pluggy.PluginManager | Mrv2
 
     One manager per adapter: no hook of another one can answer, in whatever order they were registered.
     """
-    failure = next(_bad_hooks(entry, plugin), None)
-    if failure is not None:
-        return failure
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
-        manager.register(plugin, name=entry.name)
-        manager.check_pending()
+        with stdout_to_stderr():
+            failure = next(_bad_hooks(entry, plugin), None)
+            if failure is not None:
+                return failure
+            manager.register(plugin, name=entry.name)
+            manager.check_pending()
     except pluggy.PluginValidationError as error:
         return HookError(re.sub(r"\s+", " ", str(error)), where=entry.where, fix="see mrv2.hookspecs")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # looking at a module's or object's attributes may run its code
+        failure = HookError(
+            f"looking for its hooks failed: {describe(error)}, raised at {raised_at(error.__traceback__)}",
+            where=entry.where,
+            fix="correct the named line",
+        )
+        failure.__cause__ = error
+        return failure
     if not manager.hook.mrv2_model.get_hookimpls() and entry.manifest is not None and entry.manifest.kind == "model":
         return HookError(
             "the adapter has no hook mrv2_model, so it can't provide a model",
@@ -193,8 +236,8 @@ def source_of(thing: object) -> str:
     try:
         unwrapped = inspect.unwrap(thing)  # type: ignore[arg-type]
         path = inspect.getsourcefile(unwrapped) or inspect.getfile(unwrapped)
-    except (TypeError, OSError):
-        return getattr(thing, "__module__", None) or "an unknown place"
+    except Exception:  # no source, or attributes that raise when they are read
+        return _module_of(thing) or "an unknown place"
     if isinstance(thing, ModuleType):
         return path
     code = getattr(unwrapped, "__code__", None)
@@ -204,3 +247,10 @@ def source_of(thing: object) -> str:
         return f"{path}:{inspect.getsourcelines(unwrapped)[1]}"
     except (OSError, TypeError):
         return str(Path(path))
+
+
+def _module_of(thing: object) -> str | None:
+    try:
+        return str(thing.__module__)
+    except Exception:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -38,17 +39,19 @@ def local_adapter(argument: str) -> AdapterEntry:
     Raises:
         LocalAdapterError: the path isn't one of these.
     """
-    path = Path(argument).expanduser().resolve()
-    file = path / "__init__.py" if path.is_dir() else path
-    if not file.is_file():
-        what = f"{path} has no __init__.py" if path.is_dir() else f"{path} doesn't exist"
+    # os.path: pathlib's functions raise for links in a circle, unknown users, and names that are too long.
+    path = Path(os.path.realpath(os.path.expanduser(argument)))
+    is_folder = os.path.isdir(path)
+    file = path / "__init__.py" if is_folder else path
+    if not os.path.isfile(file):
+        what = f"{path} has no __init__.py" if is_folder else f"{path} doesn't exist, or is no regular file"
         raise LocalAdapterError(what, where=f"--adapter {argument}", fix="give a package folder or a .py file")
-    module = path.name if path.is_dir() else path.stem
+    module = path.name if is_folder else path.stem
     if not module.isidentifier():
         raise LocalAdapterError(
             f"{module!r} is not a module name", where=f"--adapter {argument}", fix="rename it to letters, digits and _"
         )
-    manifest_path = path / MANIFEST_FILE if path.is_dir() else file
+    manifest_path = path / MANIFEST_FILE if is_folder else file
     raw = _read_manifest(manifest_path, f"--adapter {argument}")
     entry = AdapterEntry(
         name=str(raw.get("name", module)) if isinstance(raw, Mapping) else module,
@@ -63,6 +66,8 @@ def local_adapter(argument: str) -> AdapterEntry:
 
 
 def _read_manifest(path: Path, where: str) -> dict[str, Any] | Mrv2Error:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise LocalAdapterError(f"{path} is no regular file", where=where, fix=f"put {MANIFEST_FILE} there")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -108,6 +113,6 @@ def _import(module: str, file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(loaded)
     except BaseException:
-        del sys.modules[module]
+        sys.modules.pop(module, None)
         raise
     return loaded

@@ -155,7 +155,7 @@ def read_toml(text: str, where: str) -> dict[str, Any] | Mrv2Error:
     """The raw table of a manifest."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # its own error, integers of thousands of digits, deep nesting
         return ManifestError(f"not valid TOML: {error}", where=where, fix="correct the named line")
 
 

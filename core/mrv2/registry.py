@@ -45,23 +45,16 @@ class Registry:
             allowlist: distribution names separated by commas; None: `MRV2_ADAPTERS`, or all.
 
         Raises:
-            SettingError: an environment variable makes no sense, or names what isn't installed.
+            SettingError: an environment variable makes no sense, or the allowlist names what isn't installed.
             LocalAdapterError: a path in `adapters` is no adapter.
             UnknownAdapterError: a name in `adapters` is not installed.
         """
         settings = Settings.from_env()
         names = split_names(allowlist) if allowlist is not None else settings.allowlist
-        local = [local_adapter(a) for a in adapters if is_path(a)]
+        local = list({e.source: e for e in map(local_adapter, filter(is_path, adapters))}.values())
         entries = [*local, *installed_adapters(names)]
         registry = cls(sorted(entries, key=lambda e: (e.name, e.dist)), settings)
         registry.chosen = (*local, *(registry.get(a) for a in adapters if not is_path(a)))
-        for architecture, name in settings.prefer.items():
-            if not any(e.is_called(name) for e in entries):
-                raise SettingError(
-                    f"{architecture} is given to {name!r}, which is not installed",
-                    where="MRV2_PREFER",
-                    fix=f"install it, or name one of: {_names(entries)}",
-                )
         return registry
 
     # -- look-up -----------------------------------------------------------------------------------------
@@ -88,6 +81,7 @@ class Registry:
         Raises:
             UnknownArchitectureError: none does.
             AdapterConflictError: several do, and no setting picks one.
+            SettingError: `MRV2_PREFER` gives it to an adapter that isn't there or doesn't serve it.
             Mrv2Error: the one that does is broken; its own error.
         """
         entry = self._pick(architecture, lambda e: e.serves(architecture))
@@ -148,7 +142,25 @@ class Registry:
                 self._pick(architecture, lambda e, a=architecture: e.serves(a))  # type: ignore[misc]
             except AdapterConflictError as error:
                 found.append(error)
+            except SettingError:
+                continue  # one of idle_preferences()
         return tuple(found)
+
+    def idle_preferences(self, among: Sequence[AdapterEntry] | None = None) -> tuple[SettingError, ...]:
+        """Entries of `MRV2_PREFER` that can't have any effect here, for `doctor` and `list`.
+
+        They are no reason to refuse other architectures: the variable may be meant for several environments.
+
+        Args:
+            among: only for what one of these claims; None: all.
+        """
+        concerned = [
+            what
+            for what in self.settings.prefer
+            if among is None or any(e.serves(what) or e.serves_model_type(what) for e in among)
+        ]
+        faults = map(self._preference_fault, concerned)
+        return tuple(fault for fault in faults if fault is not None)
 
     # -- choice ------------------------------------------------------------------------------------------
 
@@ -158,18 +170,28 @@ class Registry:
         preferred = self.settings.prefer.get(what)
         picked = [e for e in claims if e in self.chosen]
         picked = picked or [e for e in claims if preferred is not None and e.is_called(preferred)]
-        if preferred is not None and claims and not picked:
-            raise SettingError(
-                f"{what} is given to {preferred!r}, which doesn't serve it",
-                where="MRV2_PREFER",
-                fix=f"name one of: {_names(claims)}",
-            )
+        if claims and not picked and (fault := self._preference_fault(what)) is not None:
+            raise fault
         claims = picked or claims
         if len(claims) > 1:
             first = claims[0].dist or claims[0].name
             fix = f"set MRV2_PREFER={what}={first}, or give --adapter {first}, or uninstall one"
             raise self._conflict(what, claims, fix)
         return claims[0] if claims else None
+
+    def _preference_fault(self, what: str) -> SettingError | None:
+        """Why `MRV2_PREFER` can't be followed for `what`, an architecture or model type."""
+        name = self.settings.prefer.get(what)
+        claims = [e for e in self.entries if e.serves(what) or e.serves_model_type(what)]
+        if name is None or any(e.is_called(name) for e in claims):
+            return None
+        if not any(e.is_called(name) for e in self.entries):
+            why, fix = "which is not installed", f"install it, or name one of: {_names(claims or self.entries)}"
+        elif claims:
+            why, fix = "which doesn't serve it", f"name one of: {_names(claims)}"
+        else:
+            why, fix = "and no adapter here serves that architecture or model type", "correct its spelling"
+        return SettingError(f"{what} is given to {name!r}, {why}", where="MRV2_PREFER", fix=f"{fix}, or unset it")
 
     def _conflict(self, what: str, claims: Sequence[AdapterEntry], fix: str) -> AdapterConflictError:
         return AdapterConflictError(

@@ -113,6 +113,37 @@ def test_jsonl_runs_the_good_lines_and_names_the_bad_ones(text_model, tmp_path):
             assert record["error"]["fix"]
 
 
+def test_no_line_can_stop_the_others(text_model, tmp_path):
+    deep = "[" * 100_000
+    lines = [
+        '{"id": "kept", "prompt": "x", "temperature": ' + "9" * 5000 + "}",
+        '{"prompt": ' + deep,
+        '{"prompt": "x", "temperature": 1' + "0" * 400 + "}",
+        '{"prompt": "a\\ud800"}',
+        '{"id": "\\ud800", "prompt": "the cat"}',
+        '{"prompt": "one\u2028two\x85three"}',
+        '{"id": "named", "prompt": 5}',
+        '{"prompt": "x", "temperature": NaN}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": []}',
+        '{"prompt": "x", "skip_special_tokens": "no"}',
+        '{"prompt": "x", "extra_args": {"nonsense": 1}}',
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    code, out, err = mrv2(
+        "generate", text_model, "-i", source, "-n", 2, "--ignore-eos", env={"PYTHONIOENCODING": "ascii"}
+    )
+    assert code == 2
+    assert "Traceback" not in err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [r["line"] for r in records] == list(range(1, 13))
+    assert [r["line"] for r in records if "error" not in r] == [5, 6]
+    assert records[4]["id"] == "\ud800"
+    assert records[5]["prompt"] == "one\u2028two\x85three"
+    assert records[6]["id"] == "named"
+
+
 @pytest.mark.parametrize(
     ("args", "code", "what"),
     [
@@ -128,6 +159,8 @@ def test_jsonl_runs_the_good_lines_and_names_the_bad_ones(text_model, tmp_path):
         (("",), "MRV2-401", "the prompt is empty"),
         (("x", "-o", "{tmp}/no/such/folder/out"), "MRV2-501", "No such file"),
         (("x", "--dtype", "int3"), "MRV2-403", "dtype='int3'"),
+        (("-i", "{tmp}/empty.jsonl", "-o", "{tmp}/empty.jsonl"), "MRV2-", "the same file as --input"),
+        (("x", "-o", "/dev/full"), "MRV2-501", "No space left"),
         (("x", "--adapter", "{tmp}/absent.py"), "MRV2-", "doesn't exist"),
     ],
 )

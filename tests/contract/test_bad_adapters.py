@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 HOOKS = "import mrv2\n\n@mrv2.hookimpl\ndef mrv2_model(ctx):\n"
 
@@ -75,11 +79,51 @@ def same_name(site):
     site.add_package("rival", manifest=site.manifest("acme", architectures=["RivalForCausalLM"]))
 
 
+def pipe_as_manifest(site):
+    no_manifest(site)
+    os.mkfifo(site.root / "acme_pkg" / "adapter.toml")
+
+
+def undecodable_metadata(site):
+    folder = site.add_dist("acme")
+    site.add_package("acme")
+    (folder / "METADATA").write_bytes(b"Metadata-Version: 2.1\nName: acme-adapter\nVersion: 1.0\nAuthor: \xff\n")
+
+
+def undefined_marker(site):
+    site.add_dist("acme", requires="mrv2>=0.1; os_name ~= 'linux'")
+    site.add_package("acme")
+
+
+def damaged_copy(site):
+    site.add("acme")
+    (site.add_dist("acme", version="2.0") / "METADATA").write_bytes(b"\xff")
+
+
+UNSHOWABLE = "class E(Exception):\n    def __str__(self): raise ValueError\n\nraise E\n"
+METACLASS_ABOVE = """
+class Meta(type):
+    def __getattribute__(cls, name): raise RuntimeError(name)
+class Model(metaclass=Meta): pass
+"""
+METACLASS = """
+    class Meta(type):
+        def __getattribute__(cls, name): raise RuntimeError(name)
+    class Model(metaclass=Meta): pass
+    return Model
+"""
+
 BAD: dict[str, tuple[Callable, str, tuple[str, ...]]] = {
     "stale metadata": (stale, "MRV2-104", ("'acme_pkg' doesn't exist", "acme-adapter 1.0")),
     "no manifest": (no_manifest, "MRV2-104", ("no adapter.toml", "acme_pkg")),
     "no package": (single_module, "MRV2-104", ("no adapter.toml", "acme_single")),
     "not TOML": (installed(manifest="name = acme"), "MRV2-105", ("not valid TOML", "line 1")),
+    "endless number": (installed(manifest=f"a = {'9' * 5000}\n"), "MRV2-105", ("not valid TOML",)),
+    "endless nesting": (installed(manifest=f"a = {'[' * 50_000}\n"), "MRV2-105", ("not valid TOML",)),
+    "manifest is a pipe": (pipe_as_manifest, "MRV2-104", ("no adapter.toml",)),
+    "undecodable metadata": (undecodable_metadata, "MRV2-115", ("isn't UTF-8",)),
+    "undefined marker": (undefined_marker, "MRV2-115", ("can't be parsed",)),
+    "damaged copy": (damaged_copy, "MRV2-107", ("an unreadable version", "installed more than once")),
     "not UTF-8": (no_utf8, "MRV2-105", ("not UTF-8", "adapter.toml")),
     "field missing": (manifest(owner=None), "MRV2-105", ("owner: Field required",)),
     "field unknown": (manifest(colour="red"), "MRV2-105", ("colour: Extra inputs",)),
@@ -107,6 +151,17 @@ BAD: dict[str, tuple[Callable, str, tuple[str, ...]]] = {
     "import leaves": (installed(hooks="import sys\nsys.exit(0)\n"), "MRV2-108", ("end the process",)),
     "import kills": (installed(hooks="import os\nos._exit(7)\n"), "MRV2-108", ("died with exit code 7",)),
     "import crashes": (installed(hooks="import os\nos.abort()\n"), "MRV2-108", ("died with SIGABRT",)),
+    "import ends a generator": (installed(hooks="\nraise GeneratorExit\n"), "MRV2-108", ("acme_pkg/__init__.py:2",)),
+    "import raises at the base": (
+        installed(hooks="class E(BaseException): pass\n\nraise E('x')\n"),
+        "MRV2-108",
+        ("E: x", "acme_pkg/__init__.py:3"),
+    ),
+    "import raises what can't be shown": (
+        installed(hooks=UNSHOWABLE),
+        "MRV2-108",
+        ("can't be shown", "acme_pkg/__init__.py:4"),
+    ),
     "attribute absent": (missing_attribute, "MRV2-108", ("AttributeError", "plugin")),
     "import sleeps": (installed(hooks="import time\ntime.sleep(9999)\n"), "MRV2-109", ("acme_pkg/__init__.py:2",)),
     "import spins": (installed(hooks="while True:\n    pass\n"), "MRV2-109", ("acme_pkg/__init__.py:",)),
@@ -131,6 +186,31 @@ BAD: dict[str, tuple[Callable, str, tuple[str, ...]]] = {
         installed(hooks=HOOKS + "    return {}[ctx.architecture]\n"),
         "MRV2-111",
         ("KeyError: 'AcmeForCausalLM'", "acme_pkg/__init__.py:5"),
+    ),
+    "hook raises at the base": (
+        installed(hooks=HOOKS + "    raise type('E', (BaseException,), {})('x')\n"),
+        "MRV2-111",
+        ("E: x", "acme_pkg/__init__.py:5"),
+    ),
+    "hook raises what can't be shown": (
+        installed(hooks=UNSHOWABLE.replace("raise E\n", "") + HOOKS + "    raise E\n"),
+        "MRV2-111",
+        ("can't be shown", "acme_pkg/__init__.py:8"),
+    ),
+    "hook calls itself": (
+        installed(hooks=HOOKS + "    return mrv2_model(ctx)\n"),
+        "MRV2-111",
+        ("RecursionError", "acme_pkg/__init__.py:5"),
+    ),
+    "result raises when looked at": (
+        installed(hooks=HOOKS + METACLASS),
+        "MRV2-111",
+        ("RuntimeError: ", "acme_pkg/__init__.py:7"),
+    ),
+    "attribute raises when looked at": (
+        installed(hooks=HOOKS.replace("def mrv2_model(ctx):\n", "def mrv2_model(ctx): ...\n") + METACLASS_ABOVE),
+        "MRV2-110",
+        ("looking for its hooks failed", "acme_pkg/__init__.py:7"),
     ),
     "hook leaves": (installed(hooks=HOOKS + "    raise SystemExit(3)\n"), "MRV2-111", ("SystemExit: 3",)),
     "returns nothing": (
@@ -176,7 +256,19 @@ def test_show_ends_with_the_fault_and_exit_code_2(site, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["outdated", "newer API", "import sleeps", "import leaves", "same architecture", "hook misspelt"]
+    "kind",
+    [
+        "outdated",
+        "newer API",
+        "import sleeps",
+        "import leaves",
+        "import ends a generator",
+        "import raises at the base",
+        "import raises what can't be shown",
+        "attribute raises when looked at",
+        "same architecture",
+        "hook misspelt",
+    ],
 )
 def test_resolving_raises_the_fault_in_process_and_others_go_on(site, kind):
     make, code, _ = BAD[kind]
@@ -224,3 +316,76 @@ def test_a_good_adapter_passes_and_is_shown_with_its_code(site):
     text = site.mrv2("show", "fine").out
     assert "prepare_dummy_inputs" in text
     assert "FineForCausalLM" in text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["import raises at the base", "import raises what can't be shown", "hook calls itself"]
+    + ["hook raises at the base", "hook raises what can't be shown", "result raises when looked at"],
+)
+def test_no_failure_of_an_adapter_leaves_generate_without_its_json(site, tmp_path, kind):
+    make, code, _ = BAD[kind]
+    make(site)
+    config = {"architectures": ["AcmeForCausalLM"], "model_type": "llama", "vocab_size": 8, "num_hidden_layers": 1}
+    config |= {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x.0.y": torch.zeros(1)}, tmp_path / "model.safetensors")
+    done = site.mrv2("generate", str(tmp_path), "hi", "--json")
+    assert done.json()["error"]["code"] == code, done.err
+    assert done.code == 2
+
+
+NOISE = """
+import mrv2
+print("noise at import")
+
+@mrv2.hookimpl
+def mrv2_config(ctx):
+    print("noise in a hook")
+
+@mrv2.hookimpl
+def mrv2_model(ctx):
+    print("noise in a hook")
+    class Meta(type):
+        @property
+        def weight_map(cls): print("noise in a check")
+    return Meta("Model", (__import__("torch").nn.Module,), {"parts": (), "recurrent": False})
+"""
+
+
+def test_what_an_adapter_prints_stays_off_stdout(site):
+    site.add("acme", hooks=NOISE)
+    script = (
+        "import sys, mrv2\n"
+        "from mrv2.context import AdapterContext\n"
+        "adapter = mrv2.Registry.discover().resolve('AcmeForCausalLM')\n"
+        "ctx = AdapterContext(architecture='AcmeForCausalLM', model_type='acme')\n"
+        "adapter.config_class(ctx)\n"
+        "try: adapter.model_class(ctx)\n"
+        "except mrv2.Mrv2Error as e: print(e.code)\n"
+        "assert sys.stdout is sys.__stdout__\n"
+    )
+    done = site.python("-c", script)
+    assert done.out == "MRV2-111\n", done.err
+    for words in ("noise at import", "noise in a hook", "noise in a check"):
+        assert words in done.err
+
+
+def test_stdout_comes_back_after_an_import_that_hangs(site):
+    site.add("acme", hooks="import time\ntime.sleep(9999)\n")
+    script = (
+        "import mrv2\n"
+        "try: mrv2.Registry.discover().resolve('AcmeForCausalLM')\n"
+        "except mrv2.Mrv2Error as e: print(e.code)\n"
+    )
+    assert site.python("-c", script, MRV2_IMPORT_TIMEOUT="1").out == "MRV2-109\n"
+
+
+def test_ctrl_c_in_an_adapter_is_still_ctrl_c(site):
+    site.add("acme", hooks="raise KeyboardInterrupt\n")
+    script = (
+        "import mrv2\n"
+        "try: mrv2.Registry.discover().resolve('AcmeForCausalLM')\n"
+        "except KeyboardInterrupt: print('stopped')\n"
+    )
+    assert site.python("-c", script).out == "stopped\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -64,7 +65,6 @@ def test_a_conflict_is_decided_by_setting_or_argument_never_by_order(local_site,
         ("MRV2_PREFER", "acme"),
         ("MRV2_PREFER", "=acme"),
         ("MRV2_PREFER", "A=x,A=y"),
-        ("MRV2_PREFER", "AcmeForCausalLM=nobody"),
         ("MRV2_IMPORT_TIMEOUT", "soon"),
         ("MRV2_IMPORT_TIMEOUT", "0"),
         ("MRV2_IMPORT_TIMEOUT", "nan"),
@@ -85,6 +85,35 @@ def test_preferring_an_adapter_that_does_not_serve_it_is_an_error(local_site, mo
     monkeypatch.setenv("MRV2_PREFER", "AcmeForCausalLM=other")
     with pytest.raises(errors.SettingError, match="doesn't serve"):
         Registry.discover().find("AcmeForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("prefer", "words"),
+    [
+        ("AcmeForCausalLM=nobody", "AcmeForCausalLM is given to 'nobody', which is not installed"),
+        ("AcmeForCausalLM=other", "AcmeForCausalLM is given to 'other', which doesn't serve it"),
+        ("AkmeForCausalLM=acme", "AkmeForCausalLM is given to 'acme', and no adapter here serves"),
+        ("akme=nobody", "akme is given to 'nobody', which is not installed"),
+    ],
+)
+def test_a_preference_without_effect_is_told_and_stops_nothing_else(site, prefer, words):
+    site.add("acme")
+    site.add("other")
+    told = site.mrv2("list", MRV2_PREFER=f"{prefer},acme=acme-adapter")
+    assert (told.code, words in told.err, told.err.count("MRV2_PREFER")) == (0, True, 1)
+    (notice,) = site.mrv2("list", "--json", MRV2_PREFER=prefer).json()["notices"]
+    assert (notice["code"], notice["where"]) == ("MRV2-102", "MRV2_PREFER")
+    checked = site.mrv2("doctor", "--json", MRV2_PREFER=prefer)
+    assert words in checked.json()["general"][0]["what"]
+    assert (checked.code, checked.json()["problems"]) == (1, 1)
+    assert site.mrv2("doctor", "other", MRV2_PREFER=prefer).code == 0
+    script = (
+        "import mrv2\nregistry = mrv2.Registry.discover()\nprint(registry.find('OtherForCausalLM').name)\n"
+        "try: print(registry.find('AcmeForCausalLM').name)\nexcept mrv2.Mrv2Error as e: print(e.code)\n"
+    )
+    concerned = prefer.startswith("AcmeForCausalLM")
+    done = site.python("-c", script, MRV2_PREFER=prefer)
+    assert done.out.split() == ["other", "MRV2-102" if concerned else "acme"]
 
 
 def test_empty_variables_count_as_unset():
@@ -240,6 +269,38 @@ def test_what_is_no_local_adapter_is_refused(tmp_path, prepare):
     with pytest.raises(errors.LocalAdapterError) as caught:
         Registry.discover(adapters=[str(path)])
     assert str(path) in caught.value.where
+
+
+def test_a_local_adapter_named_twice_is_one(tmp_path, local_site, monkeypatch):
+    folder = local_site.add_package("mine", root=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    registry = Registry.discover(adapters=[str(folder), "./mine_pkg/"])
+    assert registry.find("MineForCausalLM").source == str(folder)
+    assert registry.conflicts() == ()
+
+
+def test_two_local_adapters_for_one_architecture_are_a_conflict_that_names_both(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(HEADER.format(name=name, architecture="RivalForCausalLM") + HOOKS)
+    registry = Registry.discover(adapters=[str(tmp_path / "first.py"), str(tmp_path / "second.py")])
+    with pytest.raises(errors.AdapterConflictError, match=r"first\.py.*second\.py"):
+        registry.find("RivalForCausalLM")
+
+
+@pytest.mark.parametrize("path", ["~no_such_user/mine.py", "./" + "x" * 5000 + ".py", "circle/mine.py"])
+def test_paths_that_the_system_refuses_are_no_local_adapters(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(errors.LocalAdapterError, match="doesn't exist"):
+        Registry.discover(adapters=[path])
+
+
+def test_a_pipe_beside_a_local_package_is_not_waited_for(tmp_path, local_site):
+    folder = local_site.add_package("mine", root=tmp_path)
+    (folder / "adapter.toml").unlink()
+    os.mkfifo(folder / "adapter.toml")
+    with pytest.raises(errors.LocalAdapterError, match="no regular file"):
+        Registry.discover(adapters=[str(folder)])
 
 
 def test_a_local_adapter_may_not_shadow_an_imported_module(tmp_path):

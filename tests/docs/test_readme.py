@@ -48,7 +48,13 @@ def checkpoint(tmp_path_factory):
     tensors = {n: torch.randn(s, generator=g) * s[-1] ** -0.5 + (len(s) == 1) for n, s in shapes.items()}
     folder = tmp_path_factory.mktemp("hello")
     save_file({f"transformer.{n}": t for n, t in tensors.items()}, folder / "model.safetensors")
-    config = {"architectures": ["HelloForCausalLM"], "model_type": "hello", "width": WIDTH, "depth": DEPTH, "heads": HEADS}
+    config = {
+        "architectures": ["HelloForCausalLM"],
+        "model_type": "hello",
+        "width": WIDTH,
+        "depth": DEPTH,
+        "heads": HEADS,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder, tensors
 
@@ -112,7 +118,9 @@ def test_the_example_runs_from_the_command_line(checkpoint):
 
 
 def test_the_readme_shows_what_list_prints():
-    done = subprocess.run([sys.executable, "-m", "mrv2", "list"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mrv2", "list"], capture_output=True, text=True, timeout=60, check=True
+    )
     shown = block("console", "$ mrv2 list")
     for line in done.stdout.splitlines():
         assert line in shown

@@ -203,3 +203,77 @@ def test_angles_read_nothing_on_the_host(name: str) -> None:
     """Meta tensors have no values: any read of one raises."""
     positions = torch.empty(3, dtype=torch.int64, device="meta")
     assert table(PARAMETERS[name]).angles(positions, torch.float32, positions).cos.is_meta
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 10**400, True, "4"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("default", "rope_theta"),
+        ("linear", "factor"),
+        ("dynamic", "factor"),
+        ("yarn", "factor"),
+        ("yarn", "original_max_position_embeddings"),
+        ("yarn", "beta_fast"),
+        ("yarn", "attention_factor"),
+        ("longrope", "factor"),
+        ("longrope", "original_max_position_embeddings"),
+        ("llama3", "low_freq_factor"),
+        ("linear", "partial_rotary_factor"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name: str, key: str, value: object) -> None:
+    with pytest.raises(RopeError, match=f"{key} is "):
+        table(PARAMETERS[name] | {key: value})
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e7])
+def test_a_factor_that_no_model_has_is_refused(factor: float) -> None:
+    with pytest.raises(RopeError, match="factor is 1e"):
+        table({"rope_type": "linear", "factor": factor})
+
+
+@pytest.mark.parametrize("share", [2.0, 1.0001])
+def test_no_more_than_a_head_can_be_rotated(share: float) -> None:
+    with pytest.raises(RopeError, match="partial_rotary_factor is .*at most 1"):
+        table({"rope_type": "default", "partial_rotary_factor": share})
+    with pytest.raises(RopeError, match="partial_rotary_factor is .*at most 1"):
+        rope_parameters({"partial_rotary_factor": share}, whole_heads=True)
+
+
+def test_factor_lists_of_another_length_are_refused_with_both_lengths() -> None:
+    for short, long in ((SHORT[:-1], LONG), (SHORT, [*LONG, 1.0, 1.0]), ([], [])):
+        with pytest.raises(RopeError) as caught:
+            table(LONGROPE | {"short_factor": short, "long_factor": long})
+        for words in (f"short_factor has {len(short)}", f"long_factor has {len(long)}", f"rotates {HEAD_DIM // 2}"):
+            assert words in caught.value.what
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), True])
+def test_factors_have_to_be_positive(bad: float) -> None:
+    with pytest.raises(RopeError, match="long_factor is .* positive numbers"):
+        table(LONGROPE | {"long_factor": [*LONG[:-1], bad]})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e-300},  # infinite frequencies
+        {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.125},  # divides by two dimensions less two
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 4.0}
+        | {"original_max_position_embeddings": 1},  # divides by the logarithm of one
+    ],
+)
+def test_what_gives_no_finite_frequencies_is_refused(rope: dict) -> None:
+    with pytest.raises(RopeError, match="frequencies"):
+        table(rope)
+
+
+def test_a_family_of_whole_heads_rotates_them_whole() -> None:
+    config = {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "hidden_size": 16}
+    assert rope_parameters(config)["partial_rotary_factor"] == 0.5
+    assert "partial_rotary_factor" not in rope_parameters(config, whole_heads=True)
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(RopeError, match=r"partial_rotary_factor is 0\.5 with rope_type 'linear'"):
+        rope_parameters(config | scaling, whole_heads=True)
+    assert rope_parameters(config | scaling | {"partial_rotary_factor": 1.0}, whole_heads=True)["factor"] == 2.0

@@ -146,6 +146,7 @@ def test_a_failed_build_leaves_nothing_and_passes_its_error_on(cache, error):
         lambda f: (f / MARKER).unlink(),
         lambda f: (f / MARKER).write_text("{"),
         lambda f: (f / MARKER).write_text('{"files": [1]}'),
+        lambda f: (f / MARKER).write_text("[" * 100_000),
     ],
 )
 def test_damage_is_noticed_and_mended(cache, damage, capsys):
@@ -199,3 +200,29 @@ def test_a_mistyped_model_is_refused_without_importing_torch():
         "sys.exit(2)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "link to a folder"])
+def test_whatever_has_taken_the_folders_name_is_replaced(cache, tmp_path, kind):
+    cache.mkdir()
+    other = tmp_path / "other"
+    if kind == "file":
+        (cache / "key").write_text("x")
+    else:
+        (cache / "key").symlink_to(other)
+    if kind == "link to a folder":
+        other.mkdir()
+        (other / "mine").write_text("precious")
+    folder = build_once("key", write_files, what="x")
+    assert is_whole(folder)
+    assert not folder.is_symlink()
+    assert kind != "link to a folder" or (other / "mine").read_text() == "precious"
+
+
+def test_no_home_is_no_crash(monkeypatch):
+    monkeypatch.setenv("MRV2_CACHE", "~no_such_user/cache")
+    assert cache_dir() == Path("~no_such_user/cache")
+    for name in ("MRV2_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # as for a container's user without an entry
+    assert cache_dir() == Path("~/.cache/mrv2")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 from transformers import PretrainedConfig
 
 from mrv2.config import load_model_config
-from mrv2.errors import ConfigError
+from mrv2.errors import ConfigError, RopeError
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,6 +94,7 @@ def without(key):
         (b'{"a": ', "line 1"),
         (b'{"a": "\xff\xfe"}', "isn't UTF-8"),
         (b"[" * 100_000, "can't be read|isn't JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "can't be read"),
         (b"[]", "no JSON object"),
         (b"3", "no JSON object"),
         (without("architectures"), "architectures is missing"),
@@ -154,3 +156,65 @@ def test_code_in_a_checkpoint_is_not_run(load, tmp_path):
     with pytest.raises(ConfigError):
         load(PRIVATE | {"model_type": "acme_evil", "auto_map": {"AutoConfig": "evil.C"}})
     assert load(GOOD | {"auto_map": {"AutoConfig": "evil.C"}}).vocab_size == 64
+
+
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+@pytest.mark.parametrize("value", [0, -4, "4", 4.0, True, 10**30, [4, 0]])
+@pytest.mark.parametrize("name", [*SIZES, "num_hidden_layers", "max_position_embeddings"])
+def test_sizes_have_to_be_positive_integers(load, adapter, name, value):
+    """With a class that validates nothing, as a private one may; transformers' own refuse some of these before."""
+    adapter.config = type("Loose", (PretrainedConfig,), {"model_type": "acme_of_sizes"})
+    with pytest.raises(ConfigError, match=f"{name} is .*, expected a positive integer"):
+        load(PRIVATE | {"model_type": "acme_of_sizes", name: value})
+    with pytest.raises(ConfigError, match=name):
+        load(GOOD | {name: value} if value is not True else GOOD | {name: -1})
+
+
+def test_a_size_per_layer_is_left_to_the_model(load, adapter):
+    adapter.config = type("PerLayer", (PretrainedConfig,), {"model_type": "acme_per_layer"})
+    config = load(PRIVATE | {"model_type": "acme_per_layer", "intermediate_size": [8, 16, 8], "head_dim": None})
+    assert config.hf_config.intermediate_size == [8, 16, 8]
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_pipe_is_not_waited_for(load, tmp_path, registry, file):
+    load(GOOD)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ConfigError, match="no regular file") as caught:
+        load_model_config(tmp_path, registry)
+    assert file in caught.value.where
+
+
+LONG = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "linear", "factor": 0.001}, 1),
+        ({"rope_type": "dynamic", "factor": 2}, 256),
+        (LONG | {"rope_type": "yarn", "factor": 8.0}, 256),
+        (LONG | {"rope_type": "yarn", "factor": 2.0}, 128),
+    ],
+)
+def test_scaling_lengthens_the_context(load, rope, length):
+    assert load(GOOD | {"rope_parameters": {"rope_theta": 1e4} | rope}).max_model_len == length
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, "2", float("nan"), float("inf"), 1e30, 10**400])
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
+def test_a_factor_out_of_range_is_refused(load, rope_type, factor):
+    rope = LONG if rope_type == "yarn" else {"rope_theta": 1e4}
+    with pytest.raises((RopeError, ConfigError), match="factor"):
+        load(GOOD | {"rope_parameters": rope | {"rope_type": rope_type, "factor": factor}})
+
+
+@pytest.mark.parametrize("before", [0, -5, 2.5, "32"])
+def test_an_original_length_out_of_range_is_refused(load, before):
+    rope = LONG | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": before}
+    with pytest.raises((RopeError, ConfigError), match="original_max_position_embeddings"):
+        load(GOOD | {"rope_parameters": rope})

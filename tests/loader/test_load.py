@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mrv2.config import load_model_config
-from mrv2.errors import Mrv2Error, SlotError, UnsupportedError, WeightsError
+from mrv2.errors import ModelBuildError, Mrv2Error, SlotError, UnsupportedError, WeightsError
+from mrv2.layers.base import WeightMap
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import checkpoint_dtype, fill_model, load_model, open_source
 from mrv2.loader.source import SafetensorsSource
@@ -199,3 +200,87 @@ def test_checkpoint_dtype_is_the_configs_else_the_files(tmp_path, tiny_config, a
     config = load_model_config(tmp_path, registry)
     assert config.dtype is None
     assert checkpoint_dtype(config, open_source(config, adapter)) == torch.bfloat16
+
+
+def test_an_absurd_layer_count_is_refused_before_anything_is_built(tmp_path, tiny_config, adapter, load):
+    class Untouched(adapter.model):
+        def __init__(self, layers, config):
+            pytest.fail("built")
+
+    adapter.model = Untouched
+    make_checkpoint(tmp_path, tiny_config())
+    edit_config(tmp_path, num_hidden_layers=10**6)
+    with pytest.raises(WeightsError, match=r"model\.layers has 1000000 in the config, 3 in the checkpoint") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in caught.value.where
+    write_tensors(tmp_path, {"a": torch.zeros(1)})
+    with pytest.raises(WeightsError, match="1000000 in the config, none in the checkpoint"):
+        load(tmp_path)
+
+
+def test_a_transform_may_bring_the_layers(tmp_path, tiny_config, adapter, load):
+    """Names tell nothing then: here all layers come in one tensor each."""
+    make_checkpoint(tmp_path, tiny_config())
+    tensors = read_tensors(tmp_path)
+    layers = {n.removeprefix("model.layers.0.") for n in tensors if ".0." in n}
+    stacked = {f"all.{n}": torch.stack([tensors[f"model.layers.{i}.{n}"] for i in range(3)]) for n in layers}
+    write_tensors(tmp_path, {n: t for n, t in tensors.items() if ".layers." not in n} | stacked)
+
+    def unstack(pairs):
+        for name, tensor in pairs:
+            if not name.startswith("all."):
+                yield name, tensor
+                continue
+            for i, part in enumerate(tensor):
+                new = f"model.layers.{i}.{name.removeprefix('all.')}".replace("input_layernorm", "self_attn.norm")
+                yield new.replace("post_attention_layernorm", "mlp.norm"), part
+
+    class Stacked(adapter.model):
+        weight_map = WeightMap(transform=unstack)
+
+    adapter.model = Stacked
+    assert torch.equal(
+        load(tmp_path).model.layers[2].mlp.norm.weight, tensors[f"{LAST}.post_attention_layernorm.weight"]
+    )
+
+
+LAST = "model.layers.2"
+
+
+@pytest.mark.parametrize("error", [AttributeError("config has no depth"), MemoryError(), GeneratorExit()])
+def test_a_constructor_that_raises_is_named_with_its_line(tmp_path, tiny_config, adapter, load, error):
+    class Broken(adapter.model):
+        def __init__(self, layers, config):
+            raise error
+
+    adapter.model = Broken
+    make_checkpoint(tmp_path, tiny_config())
+    with pytest.raises(ModelBuildError, match=rf"{type(error).__name__}.* raised at .*test_load\.py:\d+") as caught:
+        load(tmp_path)
+    assert caught.value.__cause__ is error
+    assert str(tmp_path) in caught.value.where
+
+
+def test_more_memory_than_there_is_is_a_typed_error(tmp_path, tiny_config, adapter, load):
+    class Huge(adapter.model):
+        def __init__(self, layers, config):
+            super().__init__(layers, config)
+            self.table = torch.empty(2**60)
+
+    adapter.model = Huge
+    make_checkpoint(tmp_path, tiny_config())
+    with pytest.raises(ModelBuildError, match="RuntimeError"):
+        load(tmp_path)
+
+
+def test_what_a_constructor_prints_goes_to_stderr(tmp_path, tiny_config, adapter, load, capsys):
+    class Chatty(adapter.model):
+        def __init__(self, layers, config):
+            print("building")
+            super().__init__(layers, config)
+
+    adapter.model = Chatty
+    make_checkpoint(tmp_path, tiny_config())
+    load(tmp_path)
+    captured = capsys.readouterr()
+    assert (captured.out, "building" in captured.err) == ("", True)

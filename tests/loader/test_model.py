@@ -13,7 +13,7 @@ import zipfile
 import pytest
 import torch
 
-from mrv2.errors import ChecksumError, DownloadError, ModelCacheError, ModelNotFoundError
+from mrv2.errors import CheckpointFileError, ChecksumError, DownloadError, ModelCacheError, ModelNotFoundError
 from mrv2.loader.bundled import BundledModel, bundled_folder, bundled_models
 from mrv2.loader.cache import is_whole
 from mrv2.loader.model import resolve_model
@@ -264,3 +264,30 @@ def test_smollm2_equals_transformers_own_conversion(tmp_path):
     assert set(reference) - set(source.names()) == {"lm_head.weight"}
     for name in source.names():
         assert torch.equal(source.read(name), reference[name]), name
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no_such_user/model", "a\0b"])
+def test_names_that_the_system_refuses_are_models_not_found(name):
+    with pytest.raises(ModelNotFoundError):
+        resolve_model(name)
+
+
+def test_a_current_folder_that_is_gone_is_no_crash(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ModelNotFoundError, match="No such file"):
+        resolve_model("nosuch")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+
+    def refuse(self, *args, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(CheckpointFileError, match=r"m\.gguf can't be read \(Permission denied\)"):
+        resolve_model(str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def test_several_files_need_an_index(tmp_path, tensors):
         SafetensorsSource(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\xff", "[" * 100_000]
+)
 def test_a_malformed_index_is_refused(tmp_path, text):
     (tmp_path / INDEX_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointFileError, match="index"):
@@ -86,4 +89,49 @@ def test_every_truncation_is_noticed(tmp_path, tensors, keep):
 def test_pickle_is_refused_without_being_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(CheckpointFileError, match="runs code"):
+        SafetensorsSource(tmp_path)
+
+
+def dangling(path):
+    path.symlink_to(path.parent / "blobs" / "gone")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (dangling, r"model\.safetensors is a link to .*gone, which doesn't exist"),
+        (os.mkfifo, r"model\.safetensors is no regular file"),
+        (os.mkdir, r"model\.safetensors is no regular file"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_without_opening_it(tmp_path, tensors, make, message):
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointFileError, match=message):
+        SafetensorsSource(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "other.safetensors")}))
+    save_file(tensors, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointFileError, match=message):  # not another file in its stead
+        SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["s.safetensors", INDEX_NAME])
+@pytest.mark.parametrize("make", [dangling, os.mkfifo])
+def test_shards_and_index_have_to_be_regular_files(tmp_path, tensors, make, name):
+    save_file(tensors, tmp_path / "s.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "s.safetensors")}))
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(CheckpointFileError, match=f"{name} is "):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_file_that_vanishes_while_it_is_opened_is_named(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+
+    def vanish(path, **options):
+        path.unlink()
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("mrv2.loader.source.safe_open", vanish)
+    with pytest.raises(CheckpointFileError, match="size unknown"):
         SafetensorsSource(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -99,3 +102,23 @@ def test_an_adapters_own_comes_first_and_may_be_minimal(tmp_path, context, adapt
     assert tokenizer.eos_token_ids == ()
     with pytest.raises(TokenizerError, match="Letters"):
         tokenizer.apply_chat_template([])
+
+
+@pytest.mark.parametrize("ids", [7, "</s>", [1.5], ["a"]])
+def test_an_adapters_end_tokens_are_checked(context, adapter, ids):
+    adapter.own_tokenizer = SimpleNamespace(encode=list, decode=lambda ids: "", eos_token_ids=ids)
+    with pytest.raises(TokenizerError, match="eos_token_ids is .*, expected token ids"):
+        load_tokenizer(context, adapter)
+
+
+@pytest.mark.parametrize(("ids", "want"), [(None, ()), ((), ()), ([3, 5], (3, 5))])
+def test_an_adapters_end_tokens_are_used(context, adapter, ids, want):
+    adapter.own_tokenizer = SimpleNamespace(encode=list, decode=lambda ids: "", eos_token_ids=ids)
+    assert load_tokenizer(context, adapter).eos_token_ids == want
+
+
+def test_a_decode_of_another_language_without_signature_will_do(context, adapter):
+    adapter.own_tokenizer = SimpleNamespace(encode=list, decode=getattr)
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(getattr)
+    assert load_tokenizer(context, adapter).eos_token_ids == ()

@@ -1,8 +1,12 @@
 """Pieces join to the whole text, and stop strings cut where a search in the whole text would."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
+from mrv2.loader.tokenizer import FolderTokenizer
 from mrv2.runner.detokenize import IncrementalDetokenizer, StopStrings
 
 
@@ -34,9 +38,11 @@ def test_any_text_in_any_pieces(prompt, text, cuts):
         ids = ids[n:]
     out.append(detokenizer.flush())
     assert "".join(out) == text
+    at_once = IncrementalDetokenizer(Bytes(), list(prompt.encode()), skip_special_tokens=True)
+    assert at_once.whole(list(text.encode())) == text
 
 
-@given(text=st.text(st.characters(min_codepoint=32), min_size=1, max_size=40))
+@given(text=st.text(st.characters(min_codepoint=32, exclude_categories=("Cs",)), min_size=1, max_size=40))
 def test_no_piece_ever_shows_half_a_character(text):
     detokenizer = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=True)
     shown = ""
@@ -46,12 +52,12 @@ def test_no_piece_ever_shows_half_a_character(text):
         assert text.replace("�", "").startswith(shown)
 
 
-@given(ids=st.lists(st.integers(0, 255), max_size=60))
+@given(ids=st.lists(st.integers(0, 256), max_size=60))
 def test_garbage_is_given_out_in_bounded_time(ids):
     detokenizer = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=True)
     for i in ids:
         detokenizer.push([i])
-        assert len(detokenizer._window) <= 6 + 17
+        assert len(detokenizer._window) <= 6 + 2 * 17
     detokenizer.flush()
     assert detokenizer.flush() == ""
 
@@ -86,3 +92,31 @@ def test_stop_strings_cut_at_the_first_match(text, stops, cuts):
     else:
         assert text[len(out) :].startswith(finder.found)
         assert not any(s in out for s in stops)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory):
+    """A tokenizer as Llama 2 and Mistral have it: unknown characters are spelled in byte tokens."""
+    letters = "▁abcdefghijklmnopqrstuvwxyz.,!"
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *letters]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    folder = tmp_path_factory.mktemp("bytes")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return FolderTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["hi 日本語", "😀😁😂🤣", "привет, мир", "a é b ü c", "世界😀世界", "x" * 30 + "😀" * 9]
+)
+@pytest.mark.parametrize("prompt", ["", "a b", "so 😀", "日本"])
+def test_byte_fallback_tokenizers(byte_fallback, prompt, text):
+    prompt_ids = byte_fallback.encode(prompt) if prompt else [1]
+    ids = byte_fallback.encode(prompt + text)[len(prompt_ids) :] if prompt else byte_fallback.encode(text)
+    for size in (1, 2, 3, 7, 1000):
+        detokenizer = IncrementalDetokenizer(byte_fallback, prompt_ids, skip_special_tokens=True)
+        pieces = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join([*pieces, detokenizer.flush()]) == text, size

@@ -63,7 +63,13 @@ def test_tokens_equal_transformers_alone_batched_chunked_hit_and_preempted(kind,
     loaded = load(str(folder), EngineConfig(device="cpu"))
     assert loaded.config.max_model_len == 96
     base = {"device": "cpu", "block_size": 4, "max_num_seqs": 8, "max_num_tokens": 256}
-    for settings in ({}, {"max_chunk": 7}, {"num_blocks": 22, "depth": 3}, {"runner": "sync"}, {"prefix_caching": False}):
+    for settings in (
+        {},
+        {"max_chunk": 7},
+        {"num_blocks": 22, "depth": 3},
+        {"runner": "sync"},
+        {"prefix_caching": False},
+    ):
         parts = assemble(loaded, EngineConfig(**(base | settings)))
         assert run(parts, PROMPTS) == want, settings
         assert run(parts, PROMPTS, prefix="again") == want, settings

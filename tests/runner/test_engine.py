@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mrv2.errors import RequestError
 from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 
@@ -82,14 +83,26 @@ def test_prefix_hit_skips_the_computation(tiny):
     assert parts.engine.scheduler.stats.prefill_tokens - before == len(prompt) - (len(prompt) - 1) // 4 * 4
 
 
-def test_requests_with_other_adapter_options_share_no_blocks(tiny):
-    parts = tiny("llama").engine(block_size=4)
-    prompt = [3] * 30
-    run(parts, [prompt], SamplingParams(temperature=0, max_tokens=4, extra_args={"scale": 1}))
-    run(parts, [prompt], SamplingParams(temperature=0, max_tokens=4, extra_args={"scale": 2}), prefix="b")
-    assert parts.engine.scheduler.stats.cached_tokens == 0
-    run(parts, [prompt], SamplingParams(temperature=0, max_tokens=4, extra_args={"scale": 2}), prefix="c")
-    assert parts.engine.scheduler.stats.cached_tokens == 28
+def test_options_that_no_part_reads_are_refused(tiny):
+    parts = tiny("llama").engine()
+    with pytest.raises(RequestError, match="'scale', which the model's adapter doesn't know"):
+        parts.intake.request("a", [1, 2], SamplingParams(extra_args={"scale": 1}))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_follow_up_after_a_stop_hits_only_what_was_computed(any_tiny, depth, end):
+    # The device stops a row itself; steps already in flight for it then write nothing.
+    parts = any_tiny.engine(block_size=4, depth=depth)
+    prompt = [1, 2, 3, 4, 5, 6]
+    free = any_tiny.oracle(prompt, 30)
+    for n in range(2, 12):
+        if free[n - 1] in free[: n - 1]:
+            continue
+        params = SamplingParams(temperature=0, max_tokens=n if end == "length" else 40, stop_token_ids=(free[n - 1],))
+        first = run(parts, [prompt], params, prefix=f"first{n}")[0]
+        follow_up = [*prompt, *first, 7, 8]
+        assert run(parts, [follow_up], prefix=f"next{n}") == [any_tiny.oracle(follow_up, 20)]
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -1,16 +1,30 @@
 """`mrv2.LLM` as its users call it: batches, streams, stop strings, wrong input, failure, cancellation."""
 
 import asyncio
+import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from mrv2 import LLM, SamplingParams
-from mrv2.errors import CacheTooSmallError, EngineError, RequestError, TokenizerError, UnsupportedError
+from mrv2.errors import CacheTooSmallError, EngineError, OutputError, RequestError, TokenizerError, UnsupportedError
 from mrv2.runner.request import FinishReason
+from mrv2.testing.checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
 PROMPTS = ["the cat", "grüße", "猫が", "the rat sat on the", "d"]
 
 
@@ -187,6 +201,10 @@ def test_a_prompt_longer_than_the_cache_is_refused(text_model):
         ({"depth": 2, "runner": "sync"}, UnsupportedError, "1 with runner='sync'"),
         ({"max_num_tokens": 4, "max_num_seqs": 8}, UnsupportedError, "at least max_num_seqs"),
         ({"max_seqs": 4}, TypeError, "no setting 'max_seqs'"),
+        ({"max_num_seqs": "8"}, UnsupportedError, "max_num_seqs='8'"),
+        ({"block_size": 1.5}, UnsupportedError, "block_size=1.5"),
+        ({"depth": True}, UnsupportedError, "depth=True"),
+        ({"prefix_caching": True, "num_blocks": 10**12}, UnsupportedError, "num_blocks=1000000000000"),
     ],
 )
 def test_wrong_settings_are_refused(text_model, settings, error, what):
@@ -271,3 +289,110 @@ def test_many_streams_at_once(llm):
     texts = ["".join(p.text for p in pieces) for pieces in asyncio.run(all_streams())]
     assert texts[:5] == texts[5:]
     assert texts[:5] == [r.outputs[0].text for r in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("kind", [np.array, lambda ids: [np.int64(i) for i in ids], tuple, list])
+def test_ids_may_be_any_kind_of_integers(llm, kind):
+    want = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+    for prompts in (kind([1, 2, 3]), [kind([1, 2, 3])]):
+        assert llm.generate(prompts, GREEDY)[0].outputs[0].token_ids == want
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, {}, {"a": 1}, [None], [5.0], [[None]], [[[1, 2], [3]]], "a\ud800", b"abc"]
+)
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(RequestError):
+        llm.generate(prompts, GREEDY)
+
+
+def test_on_done_runs_here_and_may_generate_itself(llm):
+    seen, threads = [], set()
+
+    def on_done(result):
+        threads.add(threading.current_thread())
+        seen.append((result.request_id, llm.generate("d", SamplingParams(max_tokens=2))[0].request_id))
+
+    results = llm.generate(PROMPTS, GREEDY, on_done=on_done)
+    assert sorted(a for a, _ in seen) == sorted(r.request_id for r in results)
+    assert threads == {threading.current_thread()}
+
+
+def test_on_done_that_raises_aborts_the_rest(llm):
+    def on_done(result):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), on_done=on_done)
+    assert llm.generate("d", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_closing_in_a_callback_returns(text_model):
+    llm = LLM(str(text_model))
+    future = llm.submit(["the cat"], GREEDY)[0]
+    future.add_done_callback(lambda _: llm.close())
+    assert future.result(timeout=60).outputs[0].finish_reason == "length"
+    llm.close()
+
+
+def test_a_tokenizer_that_fails_on_one_request_loses_only_that(text_model):
+    with LLM(str(text_model)) as llm:
+        decode = llm.model.tokenizer.decode
+        bad = llm.generate("the rat", GREEDY)[0].outputs[0].token_ids[0]
+
+        def failing(ids, *, skip_special_tokens=True):
+            if bad in ids:
+                raise KeyError("no such token")
+            return decode(ids, skip_special_tokens=skip_special_tokens)
+
+        good = next(p for p in PROMPTS if bad not in llm.generate(p, GREEDY)[0].outputs[0].token_ids)
+        llm.model.tokenizer.decode = failing
+        for watched in (False, True):
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=("never",) if watched else ())
+            futures = llm.submit(["the rat", good], params)
+            with pytest.raises(OutputError, match="no such token"):
+                futures[0].result(timeout=60)
+            assert len(futures[1].result(timeout=60).outputs[0].token_ids) == 30
+        with pytest.raises(OutputError):
+            asyncio.run(collect(llm, "the rat", GREEDY))
+        assert llm.generate(good, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def _use_after_fork(llm, results):
+    try:
+        llm.generate("d", GREEDY)
+    except EngineError as error:
+        results.put(error.what)
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
+def test_a_forked_child_is_told_to_build_its_own(llm):
+    llm.generate("d", GREEDY)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_use_after_fork, args=(llm, results))
+    child.start()
+    assert "forked" in results.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    assert llm.generate("d", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_process_ends_by_itself_with_a_live_engine(text_model):
+    code = (
+        "from mrv2 import LLM, SamplingParams; import sys\n"
+        "llm = LLM(sys.argv[1]); llm.submit(['d'] * 4, SamplingParams(max_tokens=100, ignore_eos=True))\n"
+        "print('end')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(text_model)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_table_that_memory_cannot_hold_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", LlamaConfig(**SIZES, max_position_embeddings=10**9))
+    with pytest.raises(UnsupportedError, match="max_num_seqs=64 and max_model_len=1000000000 need token tables"):
+        LLM(str(folder))

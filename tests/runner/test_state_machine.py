@@ -80,6 +80,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests[request.req_id] = request
         self.scheduler.add(request)
 
+    @precondition(lambda self: any(r.status is Status.ENDED for r in self.requests.values()))
+    @rule(pick=st.integers(0, 100), extra=st.integers(0, 3), n=st.integers(1, 16))
+    def follow_up(self, pick, extra, n):
+        """A prompt that goes on from an earlier request's tokens, as the next turn of a chat does."""
+        ended = [r for r in self.requests.values() if r.status is Status.ENDED]
+        prompt = [*ended[pick % len(ended)].tokens_np.tolist(), *range(extra)][:40]
+        request = self.parts.intake.request(
+            str(len(self.requests)), prompt, SamplingParams(temperature=0, max_tokens=n)
+        )
+        self.requests[request.req_id] = request
+        self.scheduler.add(request)
+
     @precondition(lambda self: len(self.in_flight) < self.depth)
     @rule()
     def launch(self):

@@ -26,7 +26,7 @@ def request(params, seed=0):
         prefill_token_ids=ids,
         num_computed_tokens=0,
         sampling=params,
-        seed=params.seed or seed,
+        seed=seed if params.seed is None else params.seed,
         len_limit=10,
         stop_token_ids=(),
     )
@@ -157,6 +157,19 @@ def test_ids_are_legal_whatever_the_logits_hold(row, temperature):
     assert ((out >= 0) & (out < 8)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-44, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = torch.randn(20, 30) * 10
+    out = sample(logits, [SamplingParams(temperature=temperature)] * 20)
+    assert out.token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_nan_takes_no_place_among_the_likely():
+    row = [math.nan, 1.0, 5.0, -INF, 4.9, 0.0]
+    out = sample([row] * 200, [SamplingParams(temperature=1, top_k=2)] * 200)
+    assert set(out.token_ids.tolist()) == {2, 4}
+
+
 def test_the_lowest_id_wins_ties():
     assert sample([[0.0, 2, 2, 1]], [SamplingParams(temperature=0)]).token_ids.tolist() == [1]
     out = sample(
@@ -222,6 +235,13 @@ def test_greedy_requests_need_no_filters():
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(17))),
         ("extra_args", [1]),
+        ("temperature", 10**400),
+        ("stop", None),
+        ("stop", 5),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", {3}),
+        ("ignore_eos", "false"),
+        ("skip_special_tokens", "no"),
     ],
 )
 def test_parameters_out_of_range_are_named(field, value):

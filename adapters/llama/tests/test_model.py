@@ -33,6 +33,8 @@ LLAMA: dict[str, dict[str, Any]] = {
     "llama3": {"rope_parameters": SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "yarn": {"rope_parameters": SCALED | {"rope_type": "yarn"}},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "partial-rotary-beside": {"partial_rotary_factor": 0.5},
+    "partial-rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "old-spelling": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
 }
 MISTRAL: dict[str, dict[str, Any]] = {

@@ -30,6 +30,7 @@ QWEN2: dict[str, dict[str, Any]] = {
     "upper-layers-slide": SLIDING | {"max_window_layers": 1},
     "mixed": SLIDING | {"layer_types": MIXED},
     "yarn": {"rope_parameters": YARN},
+    "partial-rotary": {"partial_rotary_factor": 0.5},
 }
 QWEN3: dict[str, dict[str, Any]] = {
     "plain": {"head_dim": 12},
@@ -39,6 +40,7 @@ QWEN3: dict[str, dict[str, Any]] = {
     "mixed": SLIDING | {"head_dim": 16, "layer_types": MIXED},
     "multi-query": {"head_dim": 16, "num_key_value_heads": 1},
     "yarn": {"head_dim": 16, "rope_parameters": YARN},
+    "partial-rotary": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
 CASES = [
     *((Qwen2ForCausalLM, transformers.Qwen2ForCausalLM, transformers.Qwen2Config, n, c) for n, c in QWEN2.items()),

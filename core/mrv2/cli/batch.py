@@ -63,12 +63,12 @@ def jobs_from_file(path: Path, params: SamplingParams, *, chat: bool, system: st
     except OSError as error:
         raise InputFileError(str(error), where=str(path), fix="check the path and its permissions") from error
     jobs = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold any other kind of line break
         if line.strip():
             try:
                 job = _parse_line(number, line, params, chat=chat, system=system)
             except Mrv2Error as error:
-                job = Job(line=number, params=params, error=error)
+                job = Job(line=number, id=_id_of(line), params=params, error=error)
             jobs.append(replace(job, where=f"{path}, line {number}"))
     if not jobs:
         raise InputFileError("the file has no lines", where=str(path), fix='write {"prompt": "…"} lines')
@@ -127,10 +127,20 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
             else:
                 results += llm.wait([futures[job.line]])
                 record |= _record(llm, results[-1])
-            print(json.dumps(record, ensure_ascii=False, indent=2 if single else None), file=out, flush=True)
+            print(_dumps(record, out, indent=2 if single else None), file=out, flush=True)
             advance()
     print(_statistics(results, time.monotonic() - start), file=sys.stderr)
     return 2 if errors else 0
+
+
+def _dumps(record: Mapping[str, Any], out: TextIO, *, indent: int | None) -> str:
+    """JSON in readable characters, or in escapes where `out` couldn't take them."""
+    text = json.dumps(record, ensure_ascii=False, indent=indent)
+    try:
+        text.encode(out.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(record, indent=indent)
+    return text
 
 
 def _record(llm: LLM, result: RequestOutput) -> dict[str, Any]:
@@ -152,10 +162,7 @@ def _content(prompt: Any, *, chat: bool, system: str | None) -> dict[str, Any]:
 
 
 def _parse_line(number: int, line: str, defaults: SamplingParams, *, chat: bool, system: str | None) -> Job:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputFileError(f"not JSON: {error.msg} at column {error.colno}", fix="one JSON object a line") from error
+    record = _load_json(line)
     record = {"prompt": record} if isinstance(record, str) else record
     if not isinstance(record, Mapping) or ("prompt" in record) == ("messages" in record):
         raise InputFileError("neither `prompt` nor `messages`, or both", fix='write {"prompt": "…"}')
@@ -164,24 +171,52 @@ def _parse_line(number: int, line: str, defaults: SamplingParams, *, chat: bool,
     if unknown:
         raise InputFileError(f"unknown keys: {', '.join(unknown)}", fix=f"use {', '.join(sorted(LINE_KEYS | known))}")
     content = _line_content(record, chat=chat, system=system)
-    try:
-        params = replace(defaults, **{k: v for k, v in record.items() if k in known})
-    except TypeError as error:  # a value of a type that the field's check can't even look at
-        raise InputFileError(str(error), fix="see SamplingParams") from error
+    params = replace(defaults, **{k: v for k, v in record.items() if k in known})
     return Job(line=number, id=record.get("id"), params=params, **content)
+
+
+def _load_json(line: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        return json.loads(line, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise InputFileError(f"not JSON: {error.msg} at column {error.colno}", fix="one JSON object a line") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise InputFileError(f"not usable JSON: {error}", fix="one JSON object a line") from error
+
+
+def _id_of(line: str) -> Any:
+    """The `id` of a line that is wrong otherwise, if it has one."""
+    try:
+        record = _load_json(line)
+    except InputFileError:
+        return None
+    return record.get("id") if isinstance(record, Mapping) else None
 
 
 def _line_content(record: Mapping[str, Any], *, chat: bool, system: str | None) -> dict[str, Any]:
     if "messages" in record:
         messages = record["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise InputFileError("`messages` is no list of {role, content}", fix="see the chat format")
+        if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
+            raise InputFileError(
+                "`messages` is no list of {role, content}", fix='write [{"role": "user", "content": "…"}]'
+            )
         return {"messages": messages}
     prompt = record["prompt"]
     ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
     if not isinstance(prompt, str) and not ids:
         raise InputFileError("`prompt` is neither text nor a list of token ids", fix='write {"prompt": "…"}')
     return {"prompt": prompt} if ids else _content(prompt, chat=chat, system=system)
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list)
+    )
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -202,11 +237,10 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = path.open("w", encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            yield file
     except OSError as error:
         raise InputFileError(str(error), where=str(path), fix="give a path that can be written") from error
-    with file:
-        yield file
 
 
 @contextlib.contextmanager

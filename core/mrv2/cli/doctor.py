@@ -67,7 +67,10 @@ def _general(registry: Registry, entries: list[AdapterEntry], *, whole: bool) ->
     from mrv2.catalog import read_catalogs
     from mrv2.errors import CatalogError
 
-    found: list[Mrv2Error] = list(registry.conflicts(among=entries))
+    found: list[Mrv2Error] = [
+        *registry.conflicts(among=entries),
+        *registry.idle_preferences(among=None if whole else entries),
+    ]
     if whole:
         try:
             read_catalogs(registry.settings.catalogs)

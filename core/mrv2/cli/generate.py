@@ -96,6 +96,10 @@ def command(
             bool(stream) and (json or input is not None or output is not None),
             "--stream with --json, --input or --output",
         ),
+        (
+            input is not None and output is not None and input.exists() and output.exists() and input.samefile(output),
+            "--output and the same file as --input",
+        ),
         (logprobs is not None and not (json or input is not None), "--logprobs without --json"),
     ):
         if clash:

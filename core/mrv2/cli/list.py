@@ -12,15 +12,27 @@ if TYPE_CHECKING:
 
 def command(json: Json = False, adapter: Adapters = None) -> None:
     """List adapters; a broken one is listed with its error and what it claims to serve."""
+    import sys
+
     from mrv2.api import SDK_API
     from mrv2.cli.output import print_json, print_table
     from mrv2.registry import Registry
     from mrv2.version import __version__
 
-    entries = Registry.discover(adapters=adapter or ()).entries
+    registry = Registry.discover(adapters=adapter or ())
+    entries, notices = registry.entries, registry.idle_preferences()
     if json:
-        print_json({"version": __version__, "sdk_api": str(SDK_API), "adapters": [describe(e) for e in entries]})
+        print_json(
+            {
+                "version": __version__,
+                "sdk_api": str(SDK_API),
+                "adapters": [describe(e) for e in entries],
+                "notices": [notice.to_dict() for notice in notices],
+            }
+        )
         return
+    for notice in notices:
+        print(notice, file=sys.stderr)
     if not entries:
         print("no adapters are installed; `mrv2 catalog` lists known ones")
         return

@@ -65,8 +65,8 @@ class NativeContext:
 
     def prenorm(self, norm: nn.Module, h: Stream) -> tuple[Tensor, Tensor]:
         """See `StepContext.prenorm`."""
-        residual = h.x if h.residual is None else h.x + h.residual
-        return norm(residual), residual
+        added: tuple[Tensor, Tensor] = norm.add(h)  # type: ignore[operator]  # every norm of this host has it
+        return added
 
     # -- for the native layers ---------------------------------------------------------------------------
 

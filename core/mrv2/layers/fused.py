@@ -37,22 +37,24 @@ class SelfAttention(nn.Module):
         self.rotary = rotary
         self.attn = attn
         self.o_proj = o_proj
+        # For a single token Python is what costs, and reading a sub-module as an attribute is a call in Python.
+        self._own = (norm, qkv_proj, qk_norms, rotary, o_proj, attn.name, attn.args)
 
     def forward(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending; `positions` [num_tokens]."""
-        x, residual = ctx.prenorm(self.norm, h)
-        args = self.attn.args
+        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self._own
+        x, residual = norm.add(h)
         num_q, num_kv = args.num_heads, args.num_kv_heads
-        heads = self.qkv_proj.project(x).view(-1, num_q + 2 * num_kv, args.head_dim)
+        heads = qkv_proj.project(x).view(-1, num_q + 2 * num_kv, args.head_dim)
         qk, v = heads[:, : num_q + num_kv], heads[:, num_q + num_kv :]
-        if self.q_norm is None or self.k_norm is None:
+        if qk_norms is None:
             # Queries and keys lie side by side: rotate them as one.
-            qk = rotate(qk, ctx.angles(self.rotary.table, positions, qk.dtype))
+            qk = rotate(qk, ctx.angles(rotary.table, positions, qk.dtype))
             q, k = qk[:, :num_q], qk[:, num_q:]
         else:
-            q, k = self.rotary(positions, self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:]), ctx)
-        out = ctx.attend(self.attn.name, q, k, v, args).reshape(-1, num_q * args.head_dim)
-        return Stream(self.o_proj.project(out), residual)
+            q, k = rotary(positions, qk_norms[0](qk[:, :num_q]), qk_norms[1](qk[:, num_q:]), ctx)
+        out = ctx.attend(name, q, k, v, args).reshape(-1, num_q * args.head_dim)
+        return Stream(o_proj.project(out), residual)
 
 
 class GatedMLP(nn.Module):
@@ -66,9 +68,11 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.act = act
+        self._own = (norm, gate_up_proj, down_proj)  # see SelfAttention
 
     def forward(self, h: Stream, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending."""
-        x, residual = ctx.prenorm(self.norm, h)
-        gate, up = self.gate_up_proj.project(x).chunk(2, -1)
-        return Stream(self.down_proj.project(self.act(gate).mul_(up)), residual)
+        norm, gate_up_proj, down_proj = self._own
+        x, residual = norm.add(h)
+        gate, up = gate_up_proj.project(x).chunk(2, -1)
+        return Stream(down_proj.project(self.act(gate).mul_(up)), residual)

@@ -14,6 +14,7 @@ from mrv2.attn.groups import AttentionCache
 from mrv2.errors import LayerArgumentError, LayerNameError
 from mrv2.layers.base import PARAM_SLOT, LayerSet, Slot
 from mrv2.layers.fused import GatedMLP, SelfAttention
+from mrv2.layers.huge_pages import move_to_huge_pages
 from mrv2.layers.linear import Linear, LMHead, PackedLinear, make_parameter, pack_linears
 from mrv2.layers.rope_config import RopeSpec
 from mrv2.layers.rotary import Rotary, RotaryTable
@@ -32,6 +33,7 @@ class _Built:
     caches: dict[str, AttentionCache] = field(default_factory=dict)
     named: list[tuple[str, nn.Module | nn.Parameter]] = field(default_factory=list)
     tables: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
+    settled: bool = False  # parameters are where they will stay
 
 
 class NativeLayers(LayerSet):
@@ -68,6 +70,9 @@ class NativeLayers(LayerSet):
         for module in model.modules():
             if callable(hook := getattr(module, "finalize_weights", None)):
                 hook()
+        if not self._built.settled:
+            move_to_huge_pages(model)
+            self._built.settled = True
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         pack_linears(model, int(PACK_SHARE * free))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,23 @@ _NOTES = frozenset({"finetuned"})  # keys that tell how a checkpoint came about 
 
 _LISTS = frozenset({"short_factor", "long_factor"})
 
+MAX_FACTOR = 1e6
+"""Largest stretch taken for meant: real ones are below a thousand, larger ones are damage."""
+
+# (test, expected) of numbers by key; of others, any finite number will do.
+_POSITIVE = (lambda v: v > 0, "a positive number")
+_RULES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "rope_theta": _POSITIVE,
+    "factor": (lambda v: 0 < v <= MAX_FACTOR, f"a positive number, at most {MAX_FACTOR:g}"),
+    "partial_rotary_factor": (lambda v: 0 < v <= 1, "a number above 0 and at most 1"),
+    "original_max_position_embeddings": (lambda v: v >= 1 and v == int(v), "a positive integer"),
+    "attention_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+}
+
 Value = int | float | tuple[float, ...]
 
 
@@ -71,7 +89,7 @@ class RopeSpec:
         """Check `rope`, in either spelling, against what its type takes.
 
         Raises:
-            RopeError: unknown type, unknown or missing key, or contradictory spellings.
+            RopeError: unknown type, unknown or missing key, a value out of range, or contradictory spellings.
         """
         params = rope_parameters(rope, where=where)
         rope_type = params.pop("rope_type")
@@ -91,7 +109,7 @@ class RopeSpec:
             )
             takes = ", ".join(sorted(required | optional | _COMMON))
             raise RopeError(f"rope_type {rope_type!r} {' and '.join(parts)}", where=where, fix=f"it takes: {takes}")
-        frozen = {key: _freeze(key, value, where) for key, value in params.items()}
+        frozen = {key: checked(key, value, where=where) for key, value in params.items()}
         return cls(rope_type, head_dim, max_position, tuple(sorted(frozen.items())))
 
     @property
@@ -107,18 +125,43 @@ class RopeSpec:
         return self.max_position if self.rope_type == "dynamic" else None
 
 
-def _freeze(key: str, value: Any, where: str) -> Value:
-    """`value` as a hashable number or tuple of numbers."""
-    if key in _LISTS:
-        if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
+def checked(key: str, value: Any, *, where: str = "") -> Value:
+    """`value` as a hashable number or tuple of numbers.
+
+    Raises:
+        RopeError: it isn't what `key` takes.
+    """
+    test, expected = _RULES.get(key, (lambda v: True, "a finite number"))
+    if key == "truncate":
+        expected = "true or false"
+        if isinstance(value, bool):
+            return value
+    elif key in _LISTS:
+        expected = "a list of positive numbers"
+        if isinstance(value, list | tuple) and all(_finite(v) and v > 0 for v in value):
             return tuple(float(v) for v in value)
-    elif isinstance(value, int | float):
-        return value
-    expected = "a list of numbers" if key in _LISTS else "a number"
-    raise RopeError(f"{key} is {value!r}, not {expected}", where=where, fix=f"correct {key} in config.json")
+    elif _finite(value) and test(value):
+        number: int | float = value
+        return number
+    raise RopeError(f"{key} is {_brief(value)}, not {expected}", where=where, fix=f"correct {key} in config.json")
 
 
-def rope_parameters(config: Any, layer_type: str | None = None, *, where: str = "") -> dict[str, Any]:
+def _finite(value: Any) -> bool:
+    """Whether it is a number of float's range; JSON has NaN, Infinity and integers of any length."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def rope_parameters(
+    config: Any, layer_type: str | None = None, *, whole_heads: bool = False, where: str = ""
+) -> dict[str, Any]:
     """Rotary parameters of `config` in one flat dict with `rope_type` and `rope_theta`.
 
     Understood are `rope_parameters` (transformers 5), `rope_scaling` with `rope_theta` beside it (older), the
@@ -127,10 +170,13 @@ def rope_parameters(config: Any, layer_type: str | None = None, *, where: str = 
     Args:
         config: a config object, `config.json` as a mapping, or its rope entry.
         layer_type: which entry to use where they are given per layer type.
+        whole_heads: the family rotates whole heads, whatever `partial_rotary_factor` says. transformers' classes of
+            such families never read that key with type "default", and fail in other types with it.
         where: for messages.
 
     Raises:
-        RopeError: two spellings of one key with different values; or entries per layer type, and none chosen.
+        RopeError: two spellings of one key with different values; entries per layer type, and none chosen; a
+            `partial_rotary_factor` out of range, or that a family of whole heads can't follow.
     """
     found: dict[str, tuple[Any, str]] = {}
     for origin, key, value in _entries(config, layer_type, where):
@@ -148,7 +194,23 @@ def rope_parameters(config: Any, layer_type: str | None = None, *, where: str = 
     params = {key: value for key, (value, _) in found.items()}
     params.setdefault("rope_type", "default")
     params.setdefault("rope_theta", DEFAULT_THETA)
+    if whole_heads and "partial_rotary_factor" in params:
+        _check_whole_heads(params, where)
     return params
+
+
+def _check_whole_heads(params: dict[str, Any], where: str) -> None:
+    """Drop `partial_rotary_factor` where it changes nothing, refuse it where it would have to."""
+    rope_type, factor = params["rope_type"], params["partial_rotary_factor"]
+    checked("partial_rotary_factor", factor, where=where)
+    if rope_type == "default":
+        del params["partial_rotary_factor"]
+    elif factor != 1 and rope_type != "proportional":  # which keeps the head's size
+        raise RopeError(
+            f"partial_rotary_factor is {factor} with rope_type {rope_type!r}, and this family rotates whole heads",
+            where=where,
+            fix="take partial_rotary_factor out of config.json",
+        )
 
 
 def _entries(config: Any, layer_type: str | None, where: str) -> Iterator[tuple[str, str, Any]]:

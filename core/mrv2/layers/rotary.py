@@ -12,6 +12,8 @@ must not share prefixes of requests that may grow beyond that length.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +113,17 @@ def _frequencies(spec: RopeSpec, *, long: bool) -> tuple[Tensor, float]:
     config.head_dim, config.hidden_size, config.num_attention_heads = spec.head_dim, spec.head_dim, 1
     config.max_position_embeddings = spec.max_position
     seq_len = params["original_max_position_embeddings"] + 1 if long else None
-    with torch.device("cpu"), torch.inference_mode(False):
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
     expected = (
         spec.head_dim if rope_type == "proportional" else int(spec.head_dim * params.get("partial_rotary_factor", 1.0))
     )
+    _check_lists(spec, params, expected // 2)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as e:  # a division by zero, a logarithm of one
+        raise _unusable(spec, f"give no frequencies ({type(e).__name__}: {e})") from e
+    if not (bool(inv_freq.isfinite().all()) and math.isfinite(scaling)):
+        raise _unusable(spec, "give frequencies that aren't finite")
     if 2 * len(inv_freq) != expected or expected == 0:
         raise RopeError(
             f"rotates {expected} of {spec.head_dim} elements of a head in {len(inv_freq)} pairs",
@@ -123,6 +131,23 @@ def _frequencies(spec: RopeSpec, *, long: bool) -> tuple[Tensor, float]:
             fix="head_dim * partial_rotary_factor has to be even, and at least 2",
         )
     return inv_freq, float(scaling)
+
+
+def _check_lists(spec: RopeSpec, params: Mapping[str, Any], num_pairs: int) -> None:
+    lens = {key: len(value) for key, value in params.items() if isinstance(value, list)}
+    if any(n != num_pairs for n in lens.values()):
+        raise RopeError(
+            f"{' and '.join(f'{key} has {n} numbers' for key, n in lens.items())}; a head rotates {num_pairs} pairs",
+            where=f"rope_type {spec.rope_type!r}",
+            fix="each list needs one number per rotated pair: head_dim * partial_rotary_factor / 2",
+        )
+
+
+def _unusable(spec: RopeSpec, why: str) -> RopeError:
+    listed = ", ".join(f"{key}={value}" for key, value in spec.params if not isinstance(value, tuple))
+    return RopeError(
+        f"{listed} {why}", where=f"rope_type {spec.rope_type!r}, head_dim {spec.head_dim}", fix="correct config.json"
+    )
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mrv2.attn.backend import AttentionArgs
 from mrv2.errors import LayerArgumentError
-from mrv2.layers.base import Slot
+from mrv2.layers.base import Slot, Stream
 from mrv2.layers.linear import make_parameter, own_slots
 
 if TYPE_CHECKING:
@@ -64,27 +64,33 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = make_parameter(size)
         self.eps = eps
-        self._short: tuple[Tensor, Tensor] | None = None  # [2, size] the weight twice; [2, 1]: 1, -1
-        self._version = 0
+        # The weight, [2, size] the weight twice, [2, 1] 1 and -1, [2, size] as a shape, the weight's version.
+        self._short: tuple[nn.Parameter, Tensor, Tensor, torch.Size, int] | None = None
+
+    def add(self, h: Stream) -> tuple[Tensor, Tensor]:
+        """Add the pending output and normalise; see `StepContext.prenorm`."""
+        residual = h.x if h.residual is None else h.x + h.residual
+        return self.forward(residual), residual
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
+        short = self._short
+        if short is not None and x.dim() == 2 and x.shape[0] <= FEW_TOKENS and short[0]._version == short[4]:
+            _, twice, signs, shape, _ = short
+            return torch.layer_norm(x[:, None] * signs, shape, twice, None, self.eps)[:, 0]
         weight = self.weight
         if x.dtype is not torch.float32:
             return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
-        short = self._short
-        if short is None or x.dim() != 2 or x.shape[0] > FEW_TOKENS or weight._version != self._version:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        twice, signs = short
-        return F.layer_norm(x[:, None] * signs, twice.shape, twice, None, self.eps)[:, 0]
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def finalize_weights(self) -> None:
         """Prepare the short way, where it applies."""
         weight = self.weight
         self._short = None
         if weight.dtype is torch.float32 and weight.device.type == "cpu" and not weight.is_inference():
-            self._short = (weight.detach().expand(2, -1).contiguous(), torch.tensor([[1.0], [-1.0]], device="cpu"))
-            self._version = weight._version
+            twice = weight.detach().expand(2, -1).contiguous()
+            signs = torch.tensor([[1.0], [-1.0]], device="cpu")
+            self._short = (weight, twice, signs, twice.shape, weight._version)
 
     def weight_slots(self) -> dict[str, Slot]:
         """`weight`."""

@@ -24,9 +24,10 @@ def cache_dir() -> Path:
     """`MRV2_CACHE`, else `mrv2` in the user's cache folder."""
     chosen = os.environ.get("MRV2_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mrv2"
+    # Where there is no home (a container's user without an entry), `~` stays, and the text says what to set.
+    return Path(base or os.path.expanduser("~/.cache")) / "mrv2"
 
 
 def sha256_of(path: Path) -> str:
@@ -58,9 +59,9 @@ def build_once(key: str, build: Callable[[Path], None], *, what: str) -> Path:
         if is_whole(target):  # another process was faster
             return target
         _remove_leftovers(root, key)
-        if target.exists():
+        if os.path.lexists(target):
             say(f"the cached {key} is damaged; making it again")
-            shutil.rmtree(target)
+            _remove(target)
         say(what)
         work = root / f"{key}.tmp-{os.getpid()}"
         work.mkdir()
@@ -78,7 +79,7 @@ def is_whole(folder: Path) -> bool:
     try:
         recorded = json.loads((folder / MARKER).read_bytes())
         return all(_describe(folder / name, entry["size"]) == entry for name, entry in recorded["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -102,6 +103,14 @@ def _mark(folder: Path) -> None:
 def _fsync(path: Path) -> None:
     with path.open("rb") as f:
         os.fsync(f.fileno())
+
+
+def _remove(path: Path) -> None:
+    """A folder, or whatever else has taken its name; a link is not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _remove_leftovers(root: Path, key: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mrv2.errors import CheckpointFileError, MissingExtraError
+from mrv2.loader.source import size_text
 
 
 class GgufSource:
@@ -81,7 +82,7 @@ def _open(file: Path) -> Any:
         return GGUFReader(file)
     except Exception as e:  # it parses untrusted bytes and raises whatever NumPy raises
         raise CheckpointFileError(
-            f"{file.name} is truncated or no GGUF file ({type(e).__name__}: {e}; {file.stat().st_size} bytes)",
+            f"{file.name} is truncated or no GGUF file ({type(e).__name__}: {e}; {size_text(file)})",
             where=str(file),
             fix="get the file again and compare its size or checksum",
         ) from e

@@ -11,10 +11,11 @@ from torch import nn
 
 from mrv2.config import ModelConfig
 from mrv2.context import AdapterContext
-from mrv2.errors import UnsupportedError
+from mrv2.errors import ModelBuildError, Mrv2Error, UnsupportedError
 from mrv2.layers.native import NativeLayers, check_names
 from mrv2.loader.source import SafetensorsSource, WeightSource, iter_tensors, tensor_infos
-from mrv2.loader.weights import LoadReport, check_weights, load_weights
+from mrv2.loader.weights import LoadReport, check_layer_count, check_weights, load_weights
+from mrv2.loading import describe, raised_at, source_of, stdout_to_stderr
 
 
 class ModelAdapter(Protocol):
@@ -56,9 +57,20 @@ def build_model(
 
     Raises:
         LayerNameError: a layer isn't stored under the name it was given.
+        ModelBuildError: the constructor raised, or there isn't enough memory.
     """
-    with torch.device(device), default_dtype(dtype):
-        model: nn.Module = adapter.model_class(config.context())(layers, config.hf_config)
+    cls = adapter.model_class(config.context())
+    try:
+        with torch.device(device), default_dtype(dtype), stdout_to_stderr():
+            model: nn.Module = cls(layers, config.hf_config)
+    except (Mrv2Error, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an adapter's code, with values from a config
+        raise ModelBuildError(
+            f"{describe(error)}, raised at {raised_at(error.__traceback__)}",
+            where=f"{config.architecture} of {config.path}, {source_of(cls)}",
+            fix="compare the sizes in config.json with the checkpoint, or correct the named line",
+        ) from error
     check_names(model, layers)
     return model.requires_grad_(False).eval()
 
@@ -85,7 +97,7 @@ def load_model(
     Raises:
         WeightsError, CheckpointFileError: the checkpoint doesn't fit, or can't be read.
         UnsupportedError: the checkpoint is quantised.
-        SlotError: the model's own layers are at fault.
+        ModelBuildError, SlotError, LayerNameError: the model class is at fault, or the config's sizes.
     """
     quantised = config.raw.get("quantization_config")
     if quantised is not None:
@@ -96,6 +108,8 @@ def load_model(
             fix="use the unquantised checkpoint, or run this one in vLLM",
         )
     source = open_source(config, adapter) if source is None else source
+    weight_map = adapter.model_class(config.context()).weight_map
+    check_layer_count(source.names(), weight_map, config.num_layers, where=_where(source))
     model = build_model(config, adapter, layers, device=device, dtype=dtype)
     fill_model(model, layers, source, num_layers=config.num_layers)
     return model
@@ -119,11 +133,16 @@ def fill_model(
         WeightsError: the checkpoint doesn't fit; the message says whether anything has been loaded.
     """
     weight_map: Any = model.weight_map  # a class attribute, part of what a model class must have
-    where = ", ".join(str(f) for f in source.files[:2]) + (", …" if len(source.files) > 2 else "")
+    where = _where(source)
     check_weights(model, tensor_infos(source), weight_map, num_layers=num_layers, where=where)
     report = load_weights(model, iter_tensors(source), weight_map, num_layers=num_layers, where=where)
     layers.finalize(model)
     return report
+
+
+def _where(source: WeightSource) -> str:
+    """The source's first files, for messages."""
+    return ", ".join(str(f) for f in source.files[:2]) + (", …" if len(source.files) > 2 else "")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrv2.errors import DownloadError, ModelNotFoundError
+from mrv2.errors import CheckpointFileError, DownloadError, ModelNotFoundError
 from mrv2.loader.bundled import bundled_folder, bundled_models
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -52,9 +52,10 @@ def resolve_model(name: str, *, dtype: str = "float32") -> ModelLocation:
         ModelCacheError, ChecksumError, CheckpointFileError, MissingExtraError: from conversion.
     """
     path = Path(os.path.expanduser(name))
-    if name and path.is_dir():
+    # os.path: pathlib's own tests raise for names that are too long or that may not be looked at.
+    if name and os.path.isdir(path):
         return ModelLocation(name=name, path=path, kind="folder")
-    if path.is_file():
+    if os.path.isfile(path):
         return ModelLocation(name=name, path=_from_file(path, dtype), kind="gguf")
     bundled = bundled_models()
     if name in bundled:
@@ -63,14 +64,26 @@ def resolve_model(name: str, *, dtype: str = "float32") -> ModelLocation:
         return ModelLocation(name=name, path=_from_hub(name), kind="hub")
     raise ModelNotFoundError(
         f"{name!r} is no folder, no file, and no bundled model",
-        where=f"looked in {Path.cwd()}",
+        where=f"looked in {_here()}",
         fix=f"give a folder, a .gguf file, a hub id such as org/name, or one of: {', '.join(sorted(bundled))}",
     )
 
 
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError as e:
+        return f"the current folder ({e.strerror})"
+
+
 def _from_file(path: Path, dtype: str) -> Path:
-    with path.open("rb") as f:
-        magic = f.read(4)
+    try:
+        with path.open("rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise CheckpointFileError(
+            f"{path.name} can't be read ({e.strerror or e})", where=str(path), fix="check its permissions"
+        ) from e
     if magic != b"GGUF":
         raise ModelNotFoundError(
             f"{path.name} is no GGUF file",

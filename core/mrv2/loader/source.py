@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -156,12 +157,13 @@ def _disagree(what: str, folder: Path) -> CheckpointFileError:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name to shard name, or None for a checkpoint of one file."""
     path = folder / INDEX_NAME
-    if (folder / SINGLE_NAME).is_file() or not path.is_file():
+    if os.path.lexists(folder / SINGLE_NAME) or not os.path.lexists(path):
         return None
+    _check_regular(path)
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         index = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise CheckpointFileError(
             f"the index is no JSON object with a weight_map ({e})", where=str(path), fix="get the file again"
         ) from e
@@ -175,17 +177,30 @@ def _shards(folder: Path, index: Mapping[str, str]) -> tuple[Path, ...]:
     for name in names:
         if PurePosixPath(name).name != name or not name.endswith(".safetensors"):
             raise _disagree(f"the index names {name!r}, which is no safetensors file of this folder", folder)
-    absent = [name for name in names if not (folder / name).is_file()]
+    absent = [name for name in names if not os.path.lexists(folder / name)]
     if absent:
         raise _disagree(f"the index names {', '.join(absent[:8])}, absent here ({len(absent)} of {len(names)})", folder)
+    for name in names:
+        _check_regular(folder / name)
     return tuple(folder / name for name in names)
 
 
+def _check_regular(path: Path) -> None:
+    """Refuse a link to nothing, which a download that was stopped leaves, and a pipe, which would never end."""
+    if path.is_file():
+        return
+    dangling = path.is_symlink() and not path.exists()
+    what = f"is a link to {os.readlink(path)}, which doesn't exist" if dangling else "is no regular file"
+    raise CheckpointFileError(f"{path.name} {what}", where=str(path), fix="get the file again")
+
+
 def _single_file(folder: Path) -> Path:
-    if (folder / SINGLE_NAME).is_file():
+    if os.path.lexists(folder / SINGLE_NAME):
+        _check_regular(folder / SINGLE_NAME)
         return folder / SINGLE_NAME
     found = sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
+        _check_regular(found[0])
         return found[0]
     if found:
         raise CheckpointFileError(
@@ -201,12 +216,20 @@ def _single_file(folder: Path) -> Path:
     raise CheckpointFileError("there is no safetensors file", where=str(folder), fix="check that MODEL is complete")
 
 
+def size_text(path: Path) -> str:
+    """Bytes of a file, for messages about one that can't be read."""
+    try:
+        return f"{path.stat().st_size} bytes"
+    except OSError as e:
+        return f"size unknown: {e.strerror}"
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         raise CheckpointFileError(
-            f"{path.name} is truncated or no safetensors file ({e}; {path.stat().st_size} bytes)",
+            f"{path.name} is truncated or no safetensors file ({e}; {size_text(path)})",
             where=str(path),
             fix="get the file again and compare its size or checksum",
         ) from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,16 +134,27 @@ class FolderTokenizer:
 
 
 class AdapterTokenizer:
-    """An adapter's tokenizer, of which only `encode(text)` and `decode(ids)` are demanded."""
+    """An adapter's tokenizer, of which only `encode(text)` and `decode(ids)` are demanded.
+
+    Attributes:
+        eos_token_ids: the adapter's, if it has any.
+
+    Raises:
+        TokenizerError: its `eos_token_ids` are something else.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self._takes_skip = "skip_special_tokens" in inspect.signature(inner.decode).parameters
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The adapter's `eos_token_ids`, if it has any."""
-        return tuple(getattr(self.inner, "eos_token_ids", ()))
+        self._takes_skip = _takes(inner.decode, "skip_special_tokens")
+        given = getattr(inner, "eos_token_ids", None)
+        try:
+            self.eos_token_ids = () if given is None else tuple(operator.index(i) for i in given)
+        except TypeError as e:
+            raise TokenizerError(
+                f"eos_token_ids is {given!r}, expected token ids",
+                where=f"{type(inner).__module__}.{type(inner).__qualname__}",
+                fix="give a tuple of them; () for none",
+            ) from e
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt."""
@@ -164,6 +176,13 @@ class AdapterTokenizer:
         if template is None:
             raise _no_template(f"{type(self.inner).__module__}.{type(self.inner).__qualname__}")
         return list(template(messages, add_generation_prompt=add_generation_prompt))
+
+
+def _takes(function: Any, keyword: str) -> bool:
+    try:
+        return keyword in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # code of another language needn't have a signature
+        return False
 
 
 def _no_template(where: str) -> TokenizerError:

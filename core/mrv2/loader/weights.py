@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,9 @@ from mrv2.layers.base import WeightMap
 from mrv2.loader.slots import ResolvedSlot, collect_slots, name_some
 from mrv2.loader.source import TensorInfo
 
-__all__ = ["LoadReport", "ResolvedSlot", "check_weights", "collect_slots", "load_weights"]
+__all__ = ["LoadReport", "ResolvedSlot", "check_layer_count", "check_weights", "collect_slots", "load_weights"]
+
+UNTOUCHED = "Nothing has been loaded"
 
 PLAIN_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 """What may be copied into a floating parameter. Eight-bit floats and integers need scales to mean anything."""
@@ -81,6 +83,29 @@ def load_weights(
     return audit.report()
 
 
+def check_layer_count(names: Iterable[str], weight_map: WeightMap, num_layers: int | None, *, where: str = "") -> None:
+    """Compare the config's layer count with a checkpoint's names before a model of that many layers is built.
+
+    Refuses nothing that `check_weights` would let pass, and spares the time and memory of a model that can't fit.
+
+    Args:
+        names: of the checkpoint's tensors.
+        weight_map: the family's; with a `transform`, names tell nothing.
+        num_layers: the config's; None: it has none.
+        where: file or folder, for messages.
+
+    Raises:
+        WeightsError: the checkpoint has no stack of that many layers.
+    """
+    if num_layers is None or weight_map.transform is not None:
+        return
+    stacks = _stacks(name for name in map(weight_map.canonical, names) if name is not None)
+    if num_layers in map(len, stacks.values()):
+        return
+    counts = [f"{prefix} has {num_layers} in the config, {len(n)} in the checkpoint" for prefix, n in stacks.items()]
+    raise _misfit({"layers": counts or [f"{num_layers} in the config, none in the checkpoint"]}, where, UNTOUCHED)
+
+
 def check_weights(
     model: nn.Module,
     infos: Iterable[TensorInfo],
@@ -104,7 +129,7 @@ def check_weights(
         name = weight_map.canonical(info.name)
         if name is not None:
             audit.see(info.name, name, info.shape, info.dtype)
-    audit.finish(where, fix="Nothing has been loaded")
+    audit.finish(where, fix=UNTOUCHED)
 
 
 def _canonical(
@@ -126,6 +151,16 @@ def _canonical(
         # What goes in and what comes out need not correspond, so messages can only give the new names.
         for name, tensor in weight_map.transform((n, t) for _, n, t in renamed()):
             yield name, name, tensor
+
+
+def _misfit(problems: Mapping[str, list[str]], where: str, state: str) -> WeightsError:
+    """The error that lists `problems` by kind, and says in what state the model is."""
+    kinds = [(title, problems[kind]) for kind, title in _KINDS.items() if kind in problems]
+    return WeightsError(
+        "\n".join(["", *(f"    {title} {name_some(names)}" for title, names in kinds)]),
+        where=where,
+        fix=f"compare config.json with the checkpoint, and the adapter's weight_map with its names. {state}.",
+    )
 
 
 def _same(tensor: Tensor, parameter: nn.Parameter) -> bool:
@@ -173,14 +208,8 @@ class _Audit:
                 self.problem("missing", name + self._hint(name))
         for text in self._layer_counts():
             self.problem("layers", text)
-        if not self.problems:
-            return
-        kinds = [(title, self.problems[kind]) for kind, title in _KINDS.items() if kind in self.problems]
-        raise WeightsError(
-            "\n".join(["", *(f"    {title} {name_some(names)}" for title, names in kinds)]),
-            where=where,
-            fix=f"compare config.json with the checkpoint, and the adapter's weight_map with its names. {fix}.",
-        )
+        if self.problems:
+            raise _misfit(self.problems, where, fix)
 
     def report(self) -> LoadReport:
         return LoadReport(

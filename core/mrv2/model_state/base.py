@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mrv2.api import RequestData
+from mrv2.errors import RequestError
 from mrv2.state.view import AttnMetadata, Limits, StepView
 
 if TYPE_CHECKING:
@@ -34,6 +35,19 @@ class ModelState(ABC):
         self.groups = groups
 
     # -- host side ---------------------------------------------------------------------------------------
+
+    def check_options(self, extra_args: Mapping[str, Any]) -> None:
+        """Validate a request's `SamplingParams.extra_args` when it arrives, before any row exists.
+
+        Raises:
+            RequestError: an option is unknown or wrong; the default knows none.
+        """
+        if extra_args:
+            raise RequestError(
+                f"extra_args has {', '.join(map(repr, extra_args))}, which the model's adapter doesn't know",
+                where="SamplingParams.extra_args",
+                fix="leave them out",
+            )
 
     @abstractmethod
     def add_request(self, row: int, request: RequestData) -> None:

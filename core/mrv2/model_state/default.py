@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mrv2.api import RequestData
-from mrv2.errors import ForwardInputError
+from mrv2.errors import ForwardInputError, RequestError
 from mrv2.model_state.base import ModelState
 from mrv2.model_state.parts import InputPart
 from mrv2.state.view import AttnMetadata, CacheMeta, Limits, StepView
@@ -36,6 +38,20 @@ class DefaultModelState(ModelState):
         self.parts: tuple[InputPart, ...] = tuple(part(limits) for part in classes)
 
     # -- host side ---------------------------------------------------------------------------------------
+
+    def check_options(self, extra_args: Mapping[str, Any]) -> None:
+        """Validate each part's options by its own model; what no part knows is refused.
+
+        Raises:
+            RequestError: naming the option.
+        """
+        rest = dict(extra_args)
+        for part in self.parts:
+            if part.options is not None:
+                own = {name: extra_args[name] for name in part.options.model_fields if name in extra_args}
+                rest = {name: value for name, value in rest.items() if name not in own}
+                _validate(part, own)
+        super().check_options(rest)
 
     def add_request(self, row: int, request: RequestData) -> None:
         """Let each part stage what it keeps for `row`."""
@@ -111,3 +127,16 @@ def _check_keys(model: type, classes: tuple[type[InputPart], ...]) -> None:
                 fix="give each part a key of its own",
             )
         seen[part.key] = part
+
+
+def _validate(part: InputPart, options: Mapping[str, Any]) -> None:
+    assert part.options is not None
+    try:
+        part.options.model_validate(options)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise RequestError(
+            f"extra_args: {'; '.join(faults)}",
+            where=f"SamplingParams.extra_args, read by {type(part).__qualname__}",
+            fix="see the adapter's documentation",
+        ) from error

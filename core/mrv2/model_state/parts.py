@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from mrv2.api import RequestData
@@ -20,6 +21,9 @@ class InputPart(ABC):
 
     key: ClassVar[str]
     """Name of the keyword in `forward` and in `prepare_inputs`."""
+
+    options: ClassVar[type[BaseModel] | None] = None
+    """The entries of `SamplingParams.extra_args` that this part reads, as a model that validates them."""
 
     @abstractmethod
     def __init__(self, limits: Limits) -> None:

@@ -28,7 +28,7 @@ from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
-from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks, page_sizes
+from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks, free_memory, page_sizes
 from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
@@ -73,20 +73,20 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        def whole(x: object, low: int, high: int = 2**31 - 1) -> bool:
+            return isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
+
+        enough = whole(self.max_num_seqs, 1) and whole(self.max_num_tokens, self.max_num_seqs)
         rules: list[tuple[str, bool, str]] = [
             ("dtype", self.dtype == "auto" or self.dtype in DTYPES, f"auto or one of {', '.join(DTYPES)}"),
-            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
-            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
-            (
-                "max_num_tokens",
-                self.max_num_tokens >= self.max_num_seqs,
-                "at least max_num_seqs, or decodes would starve",
-            ),
-            ("max_chunk", self.max_chunk is None or self.max_chunk >= 1, "at least 1"),
-            ("block_size", self.block_size >= 1, "at least 1"),
-            ("kv_memory", self.kv_memory is None or self.kv_memory > 0, "a positive number of bytes"),
-            ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2 (one is scratch)"),
-            ("depth", self.depth is None or 1 <= self.depth <= 8, "from 1 to 8"),
+            ("max_model_len", self.max_model_len is None or whole(self.max_model_len, 2), "an integer of at least 2"),
+            ("max_num_seqs", whole(self.max_num_seqs, 1), "an integer of at least 1"),
+            ("max_num_tokens", enough, "an integer of at least max_num_seqs, or decodes would starve"),
+            ("max_chunk", self.max_chunk is None or whole(self.max_chunk, 1), "an integer of at least 1"),
+            ("block_size", whole(self.block_size, 1), "an integer of at least 1"),
+            ("kv_memory", self.kv_memory is None or whole(self.kv_memory, 1, 2**63), "a positive number of bytes"),
+            ("num_blocks", self.num_blocks is None or whole(self.num_blocks, 2), "at least 2 (one is scratch)"),
+            ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
             ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
             ("runner", self.runner in ("async", "sync"), "async or sync"),
         ]
@@ -118,8 +118,8 @@ class LoadedModel:
     config: ModelConfig
     tokenizer: Tokenizer | None
     adapter: str  # "name version", for messages and statistics
-    chunked_prefill: bool  # the adapter allows prompts to be cut
-    prefix_caching: bool
+    chunked_prefill: bool  # whether the adapter allows prompts to be cut
+    prefix_caching: bool  # whether it allows requests to share cached blocks
 
 
 def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
@@ -155,7 +155,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         tokenizer=load_tokenizer(ctx, adapter),
         adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
         chunked_prefill=_offers(adapter.entry, Capability.CHUNKED_PREFILL),
-        prefix_caching=_offers(adapter.entry, Capability.PREFIX_CACHING) and config.prefix_caching is not False,
+        prefix_caching=_offers(adapter.entry, Capability.PREFIX_CACHING),
     )
 
 
@@ -217,6 +217,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
             where="engine settings",
             fix="raise max_num_tokens, lower max_model_len, or declare chunked_prefill in adapter.toml",
         )
+    _check_table_size(limits)
     groups = make_groups(loaded.caches, config.block_size)
     num_blocks = config.num_blocks or choose_num_blocks(
         sum(page_sizes(groups, loaded.caches, dtype)),
@@ -230,7 +231,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         groups,
         max_rows=limits.max_rows,
         max_model_len=limits.max_model_len,
-        prefix_caching=loaded.prefix_caching,
+        prefix_caching=loaded.prefix_caching and config.prefix_caching is not False,
     )
     scheduler = Scheduler(
         kv,
@@ -240,7 +241,8 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         max_chunk=config.max_chunk,
         chunked_prefill=loaded.chunked_prefill,
     )
-    forward = ForwardPass(loaded.module, loaded.state_class(loaded.module, limits, groups), groups, caches)
+    state = loaded.state_class(loaded.module, limits, groups)
+    forward = ForwardPass(loaded.module, state, groups, caches)
     runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)
     depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
     request_limits = RequestLimits(
@@ -252,7 +254,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
     )
     return EngineParts(
         engine=Engine(scheduler, runner, depth=depth),
-        intake=Intake(request_limits, config.seed),
+        intake=Intake(request_limits, seed=config.seed, check_options=state.check_options),
         limits=limits,
     )
 
@@ -266,6 +268,18 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
             fix="lower max_model_len",
         )
     return config.max_model_len or own or DEFAULT_MAX_MODEL_LEN
+
+
+def _check_table_size(limits: Limits) -> None:
+    """The token tables of host and device have a place for every token of every row, used or not."""
+    size, free = 2 * 4 * limits.max_rows * limits.max_model_len, free_memory(torch.device("cpu"))
+    if size > free // 2:
+        raise UnsupportedError(
+            f"max_num_seqs={limits.max_rows} and max_model_len={limits.max_model_len} need token tables of "
+            f"{size >> 20} MiB; {free >> 20} MiB are free",
+            where="engine settings",
+            fix="lower one of the two",
+        )
 
 
 def _end_tokens(loaded: LoadedModel) -> tuple[int, ...]:

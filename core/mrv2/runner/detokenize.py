@@ -9,9 +9,8 @@ from mrv2.loader.tokenizer import Tokenizer
 REPLACEMENT = "�"
 """What a decoder shows for bytes that are no complete UTF-8 character yet."""
 
-CONTEXT_TOKENS = 6
-"""Tokens before the new ones that are decoded with them: joins depend on neighbours, not on the whole text."""
-
+PROMPT_TOKENS = 6
+"""Tokens at the prompt's end that the first piece is decoded with: joins depend on neighbours, not on all."""
 
 MAX_HELD_TOKENS = 16
 """No character takes more tokens; past this the bytes are simply not UTF-8, and holding on would only cost."""
@@ -20,9 +19,10 @@ MAX_HELD_TOKENS = 16
 class IncrementalDetokenizer:
     """Turns tokens into text as they come.
 
-    The newest tokens are decoded together with a few before them, and what that window's text gained is
-    given out, except for bytes at its end that are no whole character yet. So the pieces join to the text of
-    the whole, also for tokenizers that strip or insert spaces between tokens.
+    New tokens are decoded together with those of the last piece, and what that window's text gained is given
+    out, except for bytes at its end that are no whole character yet. A window so begins where a piece began,
+    never within a character, which some decoders need to get a run of bytes right; and it never begins with
+    the new tokens, at whose front decoders may strip a space. The pieces join to the text of the whole.
 
     Args:
         tokenizer: decodes.
@@ -33,32 +33,54 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._num_held = 0  # tokens at the window's end that have not been given out whole
-        self._given = len(self._decode())  # characters of the window's text that have been given out
+        self._window = self._prompt_end(prompt_ids)
+        self._num_new = 0  # tokens at the window's end that came since it began anew
+        self._num_idle = 0  # of these, the ones that have given no text yet
+        self._given = len(self._decode(self._window).rstrip(REPLACEMENT))  # characters that have been given out
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+    def _prompt_end(self, prompt_ids: Sequence[int]) -> list[int]:
+        for n in range(PROMPT_TOKENS, PROMPT_TOKENS + MAX_HELD_TOKENS):
+            window = list(prompt_ids[-n:])
+            if len(window) < n or not self._decode(window).startswith(REPLACEMENT):
+                return window
+        return list(prompt_ids[-PROMPT_TOKENS:])
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that is now certain."""
-        self._window += token_ids
-        self._num_held += len(token_ids)
-        text = self._decode()
+        return "".join([self._push_one(token) for token in token_ids])
+
+    def _push_one(self, token: int) -> str:
+        self._window.append(token)
+        self._num_new += 1
+        self._num_idle += 1
+        text = self._decode(self._window)
         certain = text.rstrip(REPLACEMENT)
-        if len(certain) < len(text) and self._num_held <= MAX_HELD_TOKENS:
-            piece = certain[self._given :]
-            self._given = max(self._given, len(certain))
+        if self._num_idle > MAX_HELD_TOKENS or (len(certain) == len(text) > self._given):
+            piece = text[self._given :]
+            self._begin_anew()
             return piece
-        piece = text[self._given :]
-        self._window = self._window[-CONTEXT_TOKENS:]
-        self._num_held, self._given = 0, len(self._decode())
+        piece = certain[self._given :]
+        if piece:
+            self._given, self._num_idle = len(certain), 0
         return piece
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens at once, where nobody watched them come."""
+        self._window += token_ids
+        return self.flush()
+
+    def _begin_anew(self) -> None:
+        """Start the window at the newest piece: what came before it is settled."""
+        self._window = self._window[-self._num_new :]
+        self._num_new, self._num_idle, self._given = 0, 0, len(self._decode(self._window))
 
     def flush(self) -> str:
         """The text still held back, incomplete characters included."""
-        text = self._decode()
-        piece, self._given = text[self._given :], len(text)
+        text = self._decode(self._window)
+        piece, self._given = text[self._given :], max(self._given, len(text))
         return piece
 
 

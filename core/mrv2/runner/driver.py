@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import deque
@@ -36,8 +37,13 @@ class Driver:
         self._closing = False
         self._failure: EngineError | None = None
         self._events: queue.Queue[_Event] = queue.Queue(MAX_PENDING_EVENTS)
-        self._outputs = OutputProcessor(tokenizer, lambda req_id: self.end(req_id, FinishReason.STOP))
+        self._outputs = OutputProcessor(
+            tokenizer,
+            stop_request=lambda req_id: self.end(req_id, FinishReason.STOP),
+            drop_request=lambda req_id: self.end(req_id, FinishReason.ABORT),
+        )
         self._threads: list[threading.Thread] = []
+        self._pid = os.getpid()
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Queue requests together: none of them starts before all are known.
@@ -50,6 +56,12 @@ class Driver:
                 raise self._failure
             if self._closing:
                 raise EngineError("the engine is closed", where="LLM", fix="build a new one")
+            if self._pid != os.getpid():
+                raise EngineError(
+                    f"the engine belongs to process {self._pid}, which this one was forked from",
+                    where="LLM",
+                    fix="build the LLM in the process that uses it",
+                )
             if not self._threads:
                 self._start()
             self._arrivals.extend(tickets)
@@ -62,12 +74,16 @@ class Driver:
             self._wake.notify()
 
     def close(self) -> None:
-        """Abort what runs and stop both threads. Repeating is legal."""
+        """Abort what runs and stop both threads. Repeating is legal, and so is calling it in a callback, which
+        runs in one of them: it then returns before they have stopped.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child has the object, but neither thread
         with self._wake:
             self._closing = True
             self._wake.notify()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
                 thread.join()
 
     def _start(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +32,15 @@ class Intake:
     Args:
         limits: of the loaded model and its cache.
         seed: of the generator that draws the seeds of requests without one.
+        check_options: the adapter's check of `extra_args`.
 
     Raises:
         UnsupportedError: the model has more end tokens than the stop column is wide.
     """
 
-    def __init__(self, limits: RequestLimits, seed: int | None) -> None:
+    def __init__(
+        self, limits: RequestLimits, *, seed: int | None, check_options: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         room = MAX_STOP_TOKEN_IDS // 2
         if len(limits.eos_token_ids) > room:
             raise UnsupportedError(
@@ -45,6 +49,7 @@ class Intake:
                 fix=f"list at most {room}",
             )
         self._limits = limits
+        self._check_options = check_options
         self._random = random.Random(seed)
 
     def request(
@@ -53,8 +58,10 @@ class Intake:
         """Build a request.
 
         Raises:
-            RequestError: empty prompt, id out of range, or no room to generate even one token.
+            RequestError: empty prompt, id out of range, no room to generate even one token, or an option that
+                the adapter doesn't know.
         """
+        self._check_options(sampling.extra_args)
         prompt_np = self._checked_prompt(req_id, prompt_ids)
         limits = self._limits
         bound = min(limits.max_model_len, limits.cache_capacity)
@@ -83,9 +90,16 @@ class Intake:
 
     def _checked_prompt(self, req_id: str, prompt_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         where, limits = f"request {req_id}", self._limits
+        if not isinstance(prompt_ids, Sequence | np.ndarray):
+            raise RequestError(
+                f"the prompt is {type(prompt_ids).__name__}", where=where, fix="give a text or a list of token ids"
+            )
         if not len(prompt_ids):
             raise RequestError("the prompt is empty", where=where, fix="give at least one token")
-        wide_np = np.asarray(prompt_ids)
+        try:
+            wide_np = np.asarray(prompt_ids)
+        except (ValueError, OverflowError):  # lists in lists
+            wide_np = np.empty((0, 0))
         if wide_np.ndim != 1 or not np.issubdtype(wide_np.dtype, np.integer):
             raise RequestError("the prompt's token ids are not integers", where=where, fix="give a list of integers")
         bad = np.nonzero((wide_np < 0) | (wide_np >= limits.vocab_size))[0]

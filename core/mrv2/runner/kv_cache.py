@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrv2.attn.groups import KVGroup
+from mrv2.errors import RequestError
 from mrv2.runner.block_pool import BlockPool
 from mrv2.sample.params import SamplingParams
 from mrv2.state.plan import BlockWrites
@@ -32,10 +33,20 @@ def hash_root(params: SamplingParams, *, rope_len: int | None = None) -> bytes:
     Args:
         params: of the request.
         rope_len: the prompt's length, where the rotation of its keys depends on it; None: it doesn't.
+
+    Raises:
+        RequestError: an option is no plain data, so that two requests could not be compared.
     """
     if not params.extra_args and rope_len is None:
         return b""
-    text = json.dumps([dict(params.extra_args), rope_len], sort_keys=True, default=repr)
+    try:
+        text = json.dumps([dict(params.extra_args), rope_len], sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"extra_args can't be told apart from others: {error}",
+            where="SamplingParams.extra_args",
+            fix="use plain JSON values with text keys",
+        ) from error
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

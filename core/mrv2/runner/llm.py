@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from numbers import Integral
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
 from mrv2.runner.build import EngineConfig, assemble, load
@@ -68,17 +73,18 @@ class LLM:
         Args:
             prompts: texts or lists of token ids.
             params: one for all, or one per prompt.
-            on_done: called with each result as it ends, in a thread of the engine; for progress.
+            on_done: called with each result as it ends, in the calling thread; for progress. If it raises, the
+                rest is aborted.
 
         Raises:
             RequestError: a prompt is wrong. Nothing has been started then.
             EngineError: the engine failed.
         """
-        many: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        futures = self.submit(many, params)
+        futures = self.submit(_as_list(prompts), params)
         if on_done is not None:
-            for future in futures:
-                future.add_done_callback(lambda f: None if f.exception() else on_done(f.result()))
+            with self._aborting(futures):
+                for future in as_completed(futures):
+                    on_done(future.result())
         return self.wait(futures)
 
     def submit(
@@ -96,8 +102,14 @@ class LLM:
 
     def wait(self, futures: Sequence[ResultFuture]) -> list[RequestOutput]:
         """Results of `submit`, in order. If the wait is interrupted, all of them are aborted."""
-        try:
+        with self._aborting(futures):
             return [future.result() for future in futures]
+
+    @contextlib.contextmanager
+    def _aborting(self, futures: Sequence[ResultFuture]) -> Iterator[None]:
+        """Abort what is not done when the block is left by an exception, Ctrl-C included."""
+        try:
+            yield
         except BaseException:
             for future in futures:
                 if not future.done():
@@ -155,6 +167,18 @@ class LLM:
 
     # -- helpers -----------------------------------------------------------------------------------------
 
+    def _encode(self, text: str, req_id: str) -> list[int]:
+        assert self.model.tokenizer is not None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is no Unicode text: {error.reason} at position {error.start}",
+                where=f"request {req_id}",
+                fix="replace lone surrogates",
+            ) from error
+        return self.model.tokenizer.encode(text)
+
     def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
@@ -170,19 +194,28 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, *, on_piece: Callable[[StreamOutput], None] | None = None
     ) -> Ticket:
         tokenizer = self.model.tokenizer
-        if tokenizer is None and isinstance(prompt, str):
-            raise _no_tokenizer("a text prompt")
-        if tokenizer is None and params.stop:
-            raise _no_tokenizer("a stop string")
-        text = prompt if isinstance(prompt, str) else None
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer is not None else prompt
+        for needed, what in ((isinstance(prompt, str), "a text prompt"), (bool(params.stop), "a stop string")):
+            if needed and tokenizer is None:
+                raise _no_tokenizer(what)
         req_id = str(next(self._ids))
-        request = self._intake.request(req_id, ids, params, watched=on_piece is not None)  # type: ignore[arg-type]
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._encode(prompt, req_id) if isinstance(prompt, str) else prompt
+        request = self._intake.request(req_id, ids, params, watched=on_piece is not None)
         return Ticket(request=request, prompt=text, future=ResultFuture(req_id), on_piece=on_piece)
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(
+            f"prompts are {type(prompts).__name__}",
+            where="LLM.generate",
+            fix="give a text, token ids, or a list of these",
+        )
+    one = len(prompts) > 0 and isinstance(prompts[0], Integral)
+    return [prompts] if one else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def _no_tokenizer(what: str) -> TokenizerError:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from mrv2.errors import OutputError
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.runner.detokenize import IncrementalDetokenizer, StopStrings
-from mrv2.runner.outputs import LogprobsOutput
+from mrv2.runner.outputs import LogprobsOutput, StepOutput
 from mrv2.runner.request import FinishReason, Request
 from mrv2.runner.results import CompletionOutput, RequestOutput, StreamOutput, Timing, TokenLogprobs, Usage
 from mrv2.runner.scheduler import StepEvents
@@ -46,11 +47,19 @@ class OutputProcessor:
     Args:
         tokenizer: None: results carry token ids only.
         stop_request: called with the id of a request that hit a stop string.
+        drop_request: called with the id of a request whose output failed.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop_request: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_request: Callable[[str], None],
+        drop_request: Callable[[str], None],
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop_request = stop_request
+        self._drop_request = drop_request
         self._tickets: dict[str, Ticket] = {}
 
     def open(self, ticket: Ticket) -> None:
@@ -68,18 +77,33 @@ class OutputProcessor:
         for request, i, count in events.watched:
             ticket = self._tickets.get(request.req_id)
             if ticket is not None:
-                token_ids = events.output.tokens_np[i, :count].tolist()
-                if events.output.logprobs is not None and request.sampling.logprobs is not None:
-                    ticket.logprobs.append(_token_logprobs(events.output.logprobs, i, request.sampling.logprobs))
-                self._push(ticket, token_ids)
+                self._guarded(ticket, self._push, ticket, events.output, i, count)
         for request in events.ended:
             self.end(request)
 
     def end(self, request: Request) -> None:
         """Resolve a request that has ended, whatever ended it."""
         ticket = self._tickets.pop(request.req_id, None)
-        if ticket is None:
-            return
+        if ticket is not None:
+            self._guarded(ticket, self._finish, ticket)
+
+    def _guarded(self, ticket: Ticket, handle: Callable[..., None], *args: object) -> None:
+        """A tokenizer that fails on one request's tokens ends that request, and no other."""
+        try:
+            handle(*args)
+        except Exception as error:
+            self._tickets.pop(ticket.request.req_id, None)
+            self._drop_request(ticket.request.req_id)
+            failure = OutputError(
+                f"{type(error).__name__}: {error}",
+                where=f"text of request {ticket.request.req_id}",
+                fix="see the cause above; the tokenizer can't decode these tokens",
+            )
+            failure.__cause__ = error
+            if not ticket.future.done():
+                ticket.future.set_exception(failure)
+
+    def _finish(self, ticket: Ticket) -> None:
         tail = ""
         if ticket.detokenizer is not None and ticket.stops is not None:
             if ticket.stops.found is None:
@@ -98,9 +122,12 @@ class OutputProcessor:
             if not ticket.future.done():
                 ticket.future.set_exception(error)
 
-    def _push(self, ticket: Ticket, token_ids: list[int]) -> None:
+    def _push(self, ticket: Ticket, output: StepOutput, i: int, count: int) -> None:
         if ticket.stops is not None and ticket.stops.found is not None:
             return  # sampled before the engine learnt of the stop string
+        token_ids, k = output.tokens_np[i, :count].tolist(), ticket.request.sampling.logprobs
+        if output.logprobs is not None and k is not None:
+            ticket.logprobs.append(_token_logprobs(output.logprobs, i, k))
         ticket.num_seen += len(token_ids)
         text = ""
         if ticket.detokenizer is not None and ticket.stops is not None:
@@ -152,7 +179,7 @@ class OutputProcessor:
             self._tokenizer, request.prompt_np.tolist(), skip_special_tokens=request.sampling.skip_special_tokens
         )
         shown = generated[:-1] if generated and generated[-1] in request.stop_token_ids else generated
-        return detokenizer.push(shown) + detokenizer.flush()
+        return detokenizer.whole(shown)
 
 
 def _why(ticket: Ticket, generated: list[int]) -> tuple[FinishReason, str | int | None]:

@@ -309,9 +309,12 @@ class Scheduler:
         columns, rows_np = self.columns, plan.rows_np
         columns.in_flight_np[rows_np] -= 1
         before_np = columns.computed_np[rows_np]
-        columns.computed_np[rows_np] = before_np + plan.query_lens_np
         gained_np = np.where(columns.open_np[rows_np], output.num_sampled_np, 0)
         ended_np = self._take_tokens(rows_np, output, gained_np)
+        # The newest token is never computed. A row that the device stopped computed nothing in later steps, and one
+        # whose tokens are dropped computed some that the host doesn't know: neither may reach the prefix cache.
+        computed_np = np.minimum(before_np + plan.query_lens_np, columns.known_np[rows_np] - 1)
+        columns.computed_np[rows_np] = computed_np
         prefilling_np = before_np < columns.prefill_len_np[rows_np]
         self.stats.prefill_tokens += int(plan.query_lens_np[prefilling_np].sum())
         self.stats.generated_tokens += int(gained_np.sum())

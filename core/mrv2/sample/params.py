@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +14,9 @@ MAX_LOGPROBS = 64
 MAX_STOP_TOKEN_IDS = 32
 """Most stop token ids of one request, the model's own end tokens included (a column of fixed width)."""
 
+MIN_TEMPERATURE = 1e-5
+"""Below it dividing could overflow, and no second token has a chance anyway."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -22,7 +24,8 @@ class SamplingParams:
 
     Args:
         max_tokens: most tokens to generate; None: up to the context's end.
-        temperature: 0 is greedy; otherwise logits are divided by it before filtering.
+        temperature: 0 is greedy, and so is anything below `MIN_TEMPERATURE`; otherwise logits are divided by it
+            before filtering.
         top_k: keep the k most likely tokens; 0: all.
         top_p: keep the smallest set of most likely tokens whose mass reaches p; in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
@@ -53,9 +56,9 @@ class SamplingParams:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        stop: object = self.stop  # callers may give one string
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop: object = self.stop  # callers may give one string, or lists
+        object.__setattr__(self, "stop", _as_tuple((stop,) if isinstance(stop, str) else stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         for name, ok, want in self._rules():
             if not ok:
                 raise RequestError(
@@ -66,11 +69,15 @@ class SamplingParams:
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         def real(x: object, low: float, high: float) -> bool:
+            # Compared before it is converted: an integer may be too large for a float.
             number = isinstance(x, int | float) and not isinstance(x, bool)
-            return number and math.isfinite(float(x)) and low <= float(x) <= high  # type: ignore[arg-type]
+            return number and low <= x <= high  # type: ignore[operator]
 
         def whole(x: object, low: int, high: int) -> bool:
             return isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
+
+        def many(x: object, each: Callable[[object], bool] = lambda _: True) -> bool:
+            return isinstance(x, tuple) and all(each(item) for item in x)
 
         big = 2**31 - 1
         return [
@@ -89,13 +96,15 @@ class SamplingParams:
                 self.logprobs is None or whole(self.logprobs, 0, MAX_LOGPROBS),
                 f"in [0, {MAX_LOGPROBS}], or None",
             ),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("stop_token_ids", all(whole(t, 0, big) for t in self.stop_token_ids), "token ids of at least 0"),
+            ("stop", many(self.stop, lambda s: isinstance(s, str) and s != ""), "a list of non-empty strings"),
+            ("stop_token_ids", many(self.stop_token_ids, lambda t: whole(t, 0, big)), "a list of ids of at least 0"),
             (
                 "stop_token_ids",
-                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS // 2,
+                many(self.stop_token_ids) and len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS // 2,
                 f"at most {MAX_STOP_TOKEN_IDS // 2} ids",
             ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
+            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("extra_args", isinstance(self.extra_args, Mapping), "a mapping"),
         ]
 
@@ -103,3 +112,7 @@ class SamplingParams:
     def field_names(cls) -> frozenset[str]:
         """Names a JSONL line or a caller may set."""
         return frozenset(f.name for f in fields(cls))
+
+
+def _as_tuple(values: object) -> object:
+    return tuple(values) if isinstance(values, list | tuple) else values

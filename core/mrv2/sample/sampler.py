@@ -71,6 +71,8 @@ class Sampler:
     def _filtered(self, logits: Tensor, at: Tensor, needs: SamplerNeeds) -> Tensor:
         temperature = self.states.temperature[at]
         scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if needs.min_p or needs.top_k or needs.top_p:  # NaN would rank first and take every place
+            scores = scores.masked_fill_(scores.isnan(), float("-inf"))
         if needs.min_p:
             scores = apply_min_p(scores, self.states.min_p[at])
         if needs.top_k or needs.top_p:

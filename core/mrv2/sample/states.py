@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrv2.api import RequestData
+from mrv2.sample.params import MIN_TEMPERATURE
 from mrv2.state.columns import MirroredColumn
 from mrv2.state.view import Limits
 
@@ -46,8 +47,8 @@ class SamplingStates:
     def add_request(self, row: int, request: RequestData) -> None:
         """Stage all parameters of `row`."""
         params = request.sampling
-        greedy = params.temperature == 0
-        self._temperature.set(row, params.temperature)
+        greedy = params.temperature < MIN_TEMPERATURE
+        self._temperature.set(row, 0.0 if greedy else params.temperature)
         # A filter changes nothing for a greedy request: it must not make its batch sort.
         self._top_k.set(row, 0 if greedy or params.top_k >= self._vocab_size else params.top_k)
         self._top_p.set(row, 1.0 if greedy else params.top_p)

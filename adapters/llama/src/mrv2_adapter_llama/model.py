@@ -21,7 +21,7 @@ class Block(nn.Module):
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
             head_dim=c.head_dim,
-            rope=rope_parameters(c),
+            rope=rope_parameters(c, whole_heads=True),
             max_position=c.max_position_embeddings,
             norm_eps=c.rms_norm_eps,
             window=window,

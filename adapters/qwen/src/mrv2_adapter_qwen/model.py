@@ -24,7 +24,7 @@ class Qwen2Block(nn.Module):
             c.hidden_size,
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
-            rope=rope_parameters(c),
+            rope=rope_parameters(c, whole_heads=True),
             max_position=c.max_position_embeddings,
             norm_eps=c.rms_norm_eps,
             window=window(c, i),
