@@ -1,7 +1,7 @@
 """Tiny random models of every supported architecture, loaded once, and the oracle for each."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -60,7 +60,7 @@ class Tiny:
 def tiny(tmp_path_factory):
     """tiny(name) -> Tiny."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def make(name):
         folder = make_checkpoint(tmp_path_factory.mktemp(name) / "model", CONFIGS[name], seed=3)
         return Tiny(load(str(folder), EngineConfig(device="cpu")), NaiveGreedy.from_transformers(folder), str(folder))
