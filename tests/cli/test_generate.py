@@ -218,7 +218,8 @@ def test_ctrl_c_stops_at_once_and_quietly(text_model):
 
 
 def test_a_reader_that_leaves_is_no_error(text_model):
-    command = f'"{sys.executable}" -m mrv2 generate "{text_model}" "the cat" -n 100 --ignore-eos --stream | head -c 1 >/dev/null'
+    generate = f'"{sys.executable}" -m mrv2 generate "{text_model}" "the cat" -n 100 --ignore-eos --stream'
+    command = f"{generate} | head -c 1 >/dev/null"
     done = subprocess.run(
         ["bash", "-c", command + "; exit ${PIPESTATUS[0]}"], capture_output=True, timeout=200, check=False
     )

@@ -320,8 +320,14 @@ def test_a_good_adapter_passes_and_is_shown_with_its_code(site):
 
 @pytest.mark.parametrize(
     "kind",
-    ["import raises at the base", "import raises what can't be shown", "hook calls itself"]
-    + ["hook raises at the base", "hook raises what can't be shown", "result raises when looked at"],
+    [
+        "import raises at the base",
+        "import raises what can't be shown",
+        "hook calls itself",
+        "hook raises at the base",
+        "hook raises what can't be shown",
+        "result raises when looked at",
+    ],
 )
 def test_no_failure_of_an_adapter_leaves_generate_without_its_json(site, tmp_path, kind):
     make, code, _ = BAD[kind]

@@ -227,7 +227,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, key: str, value: obj
         table(PARAMETERS[name] | {key: value})
 
 
-@pytest.mark.parametrize("factor", [1e30, 1e7])
+@pytest.mark.parametrize("factor", [1e30, 1e17])
 def test_a_factor_that_no_model_has_is_refused(factor: float) -> None:
     with pytest.raises(RopeError, match="factor is 1e"):
         table({"rope_type": "linear", "factor": factor})
@@ -235,9 +235,9 @@ def test_a_factor_that_no_model_has_is_refused(factor: float) -> None:
 
 @pytest.mark.parametrize("share", [2.0, 1.0001])
 def test_no_more_than_a_head_can_be_rotated(share: float) -> None:
-    with pytest.raises(RopeError, match="partial_rotary_factor is .*at most 1"):
+    with pytest.raises(RopeError, match=r"partial_rotary_factor is .*at most 1"):
         table({"rope_type": "default", "partial_rotary_factor": share})
-    with pytest.raises(RopeError, match="partial_rotary_factor is .*at most 1"):
+    with pytest.raises(RopeError, match=r"partial_rotary_factor is .*at most 1"):
         rope_parameters({"partial_rotary_factor": share}, whole_heads=True)
 
 
@@ -251,7 +251,7 @@ def test_factor_lists_of_another_length_are_refused_with_both_lengths() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), True])
 def test_factors_have_to_be_positive(bad: float) -> None:
-    with pytest.raises(RopeError, match="long_factor is .* positive numbers"):
+    with pytest.raises(RopeError, match=r"long_factor is .* positive numbers"):
         table(LONGROPE | {"long_factor": [*LONG[:-1], bad]})
 
 

@@ -168,8 +168,9 @@ def test_sizes_have_to_be_positive_integers(load, adapter, name, value):
     adapter.config = type("Loose", (PretrainedConfig,), {"model_type": "acme_of_sizes"})
     with pytest.raises(ConfigError, match=f"{name} is .*, expected a positive integer"):
         load(PRIVATE | {"model_type": "acme_of_sizes", name: value})
-    with pytest.raises(ConfigError, match=name):
-        load(GOOD | {name: value} if value is not True else GOOD | {name: -1})
+    if value is not True:  # which transformers takes for one
+        with pytest.raises(ConfigError, match=name):
+            load(GOOD | {name: value})
 
 
 def test_a_size_per_layer_is_left_to_the_model(load, adapter):
@@ -216,5 +217,5 @@ def test_a_factor_out_of_range_is_refused(load, rope_type, factor):
 @pytest.mark.parametrize("before", [0, -5, 2.5, "32"])
 def test_an_original_length_out_of_range_is_refused(load, before):
     rope = LONG | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": before}
-    with pytest.raises((RopeError, ConfigError), match="original_max_position_embeddings"):
+    with pytest.raises((RopeError, ConfigError), match=r"original_max_position_embeddings|refuses"):
         load(GOOD | {"rope_parameters": rope})

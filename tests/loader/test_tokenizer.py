@@ -107,7 +107,7 @@ def test_an_adapters_own_comes_first_and_may_be_minimal(tmp_path, context, adapt
 @pytest.mark.parametrize("ids", [7, "</s>", [1.5], ["a"]])
 def test_an_adapters_end_tokens_are_checked(context, adapter, ids):
     adapter.own_tokenizer = SimpleNamespace(encode=list, decode=lambda ids: "", eos_token_ids=ids)
-    with pytest.raises(TokenizerError, match="eos_token_ids is .*, expected token ids"):
+    with pytest.raises(TokenizerError, match=r"eos_token_ids is .*, expected token ids"):
         load_tokenizer(context, adapter)
 
 

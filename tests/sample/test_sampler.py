@@ -211,7 +211,7 @@ def test_greedy_requests_need_no_filters():
     states.add_request(0, request(SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.2)))
     states.add_request(1, request(SamplingParams(temperature=1, top_k=9)))
     greedy, all_kept = states.needs(np.array([0])), states.needs(np.array([1]))
-    assert not (greedy.random or greedy.top_k or greedy.top_p or greedy.min_p)
+    assert not any((greedy.random, greedy.top_k, greedy.top_p, greedy.min_p))
     assert all_kept.random
     assert not all_kept.top_k
 

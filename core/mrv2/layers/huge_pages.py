@@ -32,11 +32,12 @@ def move_to_huge_pages(model: nn.Module) -> None:
     except OSError:  # a kernel without them
         return
     arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory as long as any view of it lives
-    address: int = arena.data_ptr()
-    start = -address % HUGE_PAGE
+    past: int = arena.data_ptr() % HUGE_PAGE
+    start = HUGE_PAGE - past if past else 0
     for parameter in parameters:
-        parameter.data = _place(parameter.detach(), arena[start : start + parameter.nbytes])
-        start += -(-parameter.nbytes // _ALIGN) * _ALIGN
+        size = parameter.numel() * parameter.element_size()
+        parameter.data = _place(parameter.detach(), arena[start : start + size])
+        start += (size + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
 def _place(tensor: Tensor, place: Tensor) -> Tensor:
