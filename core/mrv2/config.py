@@ -103,11 +103,9 @@ def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
     adapter = registry.resolve(architecture)  # first: its error is the helpful one
     context = AdapterContext(architecture=architecture, model_type=model_type, path=path, raw_config=raw)
     _register_config_class(registry, adapter, context, file)
-    hf_config = _load(path, file)
+    hf_config = _load(path, file, raw)
     text_config = hf_config.get_text_config()
-    _size(text_config, "hidden_size", file)
-    for name in () if getattr(text_config, "is_heterogeneous", False) else LAYER_SIZES:
-        _check_layer_size(text_config, name, file)
+    _check_sizes(text_config, file)
     return ModelConfig(
         path=path,
         architecture=architecture,
@@ -191,17 +189,18 @@ def _register_config_class(
     AutoConfig.register(model_type, config_class)
 
 
-def _load(path: Path, file: Path) -> Any:
+def _load(path: Path, file: Path, raw: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # config classes validate with many exception types, adapters' with their own
+        _check_sizes(raw, file)  # theirs may be a division by zero that names nothing
         raise _bad(f"the config class refuses it ({type(e).__name__}: {e})", file) from e
 
 
 def _size(config: Any, name: str, file: Path) -> int | None:
-    value = getattr(config, name, None)
+    value = _value(config, name)
     if value is None:
         return None
     if not _is_size(value):
@@ -213,10 +212,20 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
 
 
-def _check_layer_size(config: Any, name: str, file: Path) -> None:
-    value = getattr(config, name, None)
-    if not (isinstance(value, list | tuple) and value and all(map(_is_size, value))):
+def _value(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _check_sizes(config: Any, file: Path) -> None:
+    """Refuse sizes that no layer can have, by name."""
+    for name in ("hidden_size", "num_hidden_layers"):
         _size(config, name, file)
+    if getattr(config, "is_heterogeneous", False):  # reading what differs by layer raises
+        return
+    for name in LAYER_SIZES:
+        value = _value(config, name)
+        if not (isinstance(value, list | tuple) and value and all(map(_is_size, value))):
+            _size(config, name, file)
 
 
 def _required_size(config: Any, name: str, file: Path) -> int:

@@ -42,7 +42,8 @@ def move_to_huge_pages(model: nn.Module) -> None:
 
 def _place(tensor: Tensor, place: Tensor) -> Tensor:
     """A copy of `tensor` in `place`, with its shape and strides."""
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
     dense = tensor.permute(order)  # contiguous, as parameters are, up to the order of their axes
     moved = place.view(tensor.dtype).view(dense.shape).copy_(dense)
     return moved.permute([order.index(axis) for axis in range(tensor.dim())])
