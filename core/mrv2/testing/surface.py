@@ -26,6 +26,9 @@ from mrv2.registry import Registry
 
 CLASSES = (
     "mrv2.layers.base:LayerSet",
+    "mrv2.layers.causal_lm:CausalLM",
+    "mrv2.layers.causal_lm:Decoder",
+    "mrv2.layers.causal_lm:DecoderBlock",
     "mrv2.layers.base:ModelClass",
     "mrv2.layers.base:StepContext",
     "mrv2.model_state.base:ModelState",

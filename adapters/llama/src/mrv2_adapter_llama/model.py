@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor, nn
-
-from mrv2.layers import LayerSet, StepContext, Stream, WeightMap, rope_parameters
+from mrv2.layers import CausalLM, DecoderBlock, LayerSet, rope_parameters
 
 
-class Block(nn.Module):
+class LlamaBlock(DecoderBlock):
     """One decoder layer."""
 
-    def __init__(self, L: LayerSet, c: Any, window: int | None) -> None:
+    def __init__(self, L: LayerSet, c: Any, i: int) -> None:
         super().__init__()
         bias = getattr(c, "attention_bias", False)
         self.self_attn = L.self_attention(
@@ -24,7 +22,7 @@ class Block(nn.Module):
             rope=rope_parameters(c, whole_heads=True),
             max_position=c.max_position_embeddings,
             norm_eps=c.rms_norm_eps,
-            window=window,
+            window=self.window(c),
             bias=bias,
             out_bias=bias,
         )
@@ -37,60 +35,29 @@ class Block(nn.Module):
             bias=getattr(c, "mlp_bias", False),
         )
 
-    def forward(self, h: Stream, positions: Tensor, ctx: StepContext) -> Stream:
-        """The residual stream after this layer."""
-        return self.mlp(self.self_attn(h, positions, ctx), ctx)
-
-
-class Decoder(nn.Module):
-    """Everything below the head."""
-
-    def __init__(self, L: LayerSet, c: Any, window: int | None) -> None:
-        super().__init__()
-        self.embed_tokens = L.embedding(
-            "embed_tokens", c.vocab_size, c.hidden_size, shared_with_head=c.tie_word_embeddings
-        )
-        self.layers = L.stack("layers", c.num_hidden_layers, lambda L, i: Block(L, c, window))
-        self.norm = L.final_norm("norm", c.hidden_size, eps=c.rms_norm_eps)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """Hidden states [num_tokens, hidden]."""
-        h = ctx.embed(self.embed_tokens, input_ids)
-        return ctx.finish(self.norm, ctx.run(self.layers, h, positions))
-
-
-class LlamaForCausalLM(nn.Module):
-    """Llama 2 and 3, and models of the same shape, such as SmolLM2."""
-
-    weight_map: ClassVar[WeightMap] = WeightMap(
-        rename=(
-            (r"\.input_layernorm\.", ".self_attn.norm."),
-            (r"\.post_attention_layernorm\.", ".mlp.norm."),
-        )
-    )
-    parts: ClassVar[tuple[type, ...]] = ()
-    recurrent: ClassVar[bool] = False
-
-    def __init__(self, L: LayerSet, config: Any) -> None:
-        super().__init__()
-        self.model = Decoder(L.scope("model"), config, self.window(config))
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = L.lm_head("lm_head", config.vocab_size, config.hidden_size, tied_to=tied_to)
-
     @staticmethod
-    def window(config: Any) -> int | None:
+    def window(c: Any) -> int | None:
         """Tokens each layer looks back at, the current one included; None: all."""
         return None
 
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """Hidden states [num_tokens, hidden] for `input_ids` and `positions` [num_tokens]."""
-        return self.model(input_ids, positions, ctx)
 
-
-class MistralForCausalLM(LlamaForCausalLM):
-    """Mistral: one window for all layers, or none."""
+class MistralBlock(LlamaBlock):
+    """One decoder layer; one window for all of them, or none."""
 
     @staticmethod
-    def window(config: Any) -> int | None:
+    def window(c: Any) -> int | None:
         """The config's sliding window."""
-        return config.sliding_window
+        size: int | None = c.sliding_window
+        return size
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama 2 and 3, and models of the same shape, such as SmolLM2."""
+
+    block = LlamaBlock
+
+
+class MistralForCausalLM(CausalLM):
+    """Mistral."""
+
+    block = MistralBlock
