@@ -206,6 +206,8 @@ def test_ctrl_c_stops_at_once_and_quietly(text_model):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        # A shell's background job ignores the signal, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     process.stdout.read(1)  # generation has begun
     process.send_signal(signal.SIGINT)

@@ -103,6 +103,8 @@ def test_ctrl_c_stops_doctor_at_once_and_leaves_no_process(site):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background job ignores the signal, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not (marker.exists() and marker.read_text()) and time.monotonic() < deadline:
