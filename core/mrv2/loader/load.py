@@ -72,6 +72,7 @@ def build_model(
             fix="compare the sizes in config.json with the checkpoint, or correct the named line",
         ) from error
     check_names(model, layers)
+    check_recurrent(model, layers)
     return model.requires_grad_(False).eval()
 
 
