@@ -10,7 +10,7 @@ from mrv2.attn.groups import AttentionCache, make_groups
 from mrv2.errors import CacheTooSmallError
 from mrv2.runner.block_pool import BlockPool
 from mrv2.runner.kv_cache import KVCacheManager, PrefixHit, extend_hashes
-from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks
+from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, page_sizes
 
 BLOCK, ROWS, MAX_LEN, WINDOW = 4, 4, 64, 10
 LAYERS = {
@@ -185,7 +185,9 @@ def test_hash_depends_on_everything_before_and_on_the_root():
 
 def test_layers_share_bytes_only_across_groups():
     groups = make_groups(LAYERS, BLOCK)
-    caches = allocate_caches(groups, LAYERS, num_blocks=7, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = page_sizes(groups, LAYERS, torch.float32)
+    pages = allocate_pages(sizes, num_blocks=7, device=torch.device("cpu"))
+    caches = bind_caches(groups, LAYERS, pages, torch.float32)
     assert caches["full.a"].shape == (7, 2, BLOCK, 2, 8)
     assert caches["win.a"].shape == (7, 2, BLOCK, 1, 8)
     caches["full.a"][3] = 1.0
