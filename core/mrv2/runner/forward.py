@@ -40,7 +40,8 @@ class ForwardPass:
         self._caches = caches
         self._group_of = {name: group.name for group in groups for name in group.layers}
         self._backend = select_backend(state.limits.device)
-        self._copier = BlockCopier(pages, state.limits.device)
+        self.pages = tuple(pages)
+        self._copier = BlockCopier(self.pages, state.limits.device)
         state.bind_kv_cache(caches)
 
     def copy_blocks(self, copies: BlockCopies) -> None:

@@ -100,6 +100,7 @@ class StateSlots:
         known = num_blocks <= len(hashes) and self.find(hashes[num_blocks - 1]) is not None
         if known or self._pool.num_free < len(self):
             return
+        self.commit(row, hashes, min(confirmed_blocks, len(hashes)))
         pending = self._pending.setdefault(row, [])
         while len(pending) > 1 and pending[1].num_blocks <= confirmed_blocks:
             self._pool.release(pending.pop(0).blocks)
