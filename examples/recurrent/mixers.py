@@ -36,7 +36,13 @@ class DecayMixer(nn.Module):
         heads, dk, dv = c.decay_heads, c.decay_key, c.decay_value
         self.dk, self.dv = dk, dv
         self.norm = L.norm("norm", c.hidden_size, eps=c.rms_norm_eps)
-        parts = {"q_proj": heads * dk, "k_proj": heads * dk, "v_proj": heads * dv, "a_proj": heads, "g_proj": heads * dv}
+        parts = {
+            "q_proj": heads * dk,
+            "k_proj": heads * dk,
+            "v_proj": heads * dv,
+            "a_proj": heads,
+            "g_proj": heads * dv,
+        }
         self.in_proj = L.packed("in_proj", c.hidden_size, parts)
         self.shift = L.param("shift", (heads,), shard=0)
         spec = {

@@ -141,10 +141,15 @@ class KVCacheManager:
         cu_np = np.concatenate(([0], np.cumsum(lens_np))).astype(np.int32)
         owner_np = np.repeat(np.arange(len(rows_np)), lens_np)
         cols_np = starts_np[owner_np] + np.arange(cu_np[-1], dtype=np.int32) - cu_np[owner_np]
-        return tuple(
-            BlockWrites(rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np])
-            for table_np in self.tables_np
-        ) + self.states.take_writes()
+        return (
+            tuple(
+                BlockWrites(
+                    rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np]
+                )
+                for table_np in self.tables_np
+            )
+            + self.states.take_writes()
+        )
 
     # -- prefix cache ------------------------------------------------------------------------------------
 

@@ -123,12 +123,12 @@ def test_a_checkpoint_serves_many_and_is_never_run_in(any_sample):
 @pytest.mark.parametrize("depth", [1, 3])
 def test_preempted_at_every_step_and_resumed(any_sample, prefix_caching, depth):
     # Chunks of 7: the first steps are in the middle of prompts, the later ones of decoding.
-    for at in range(0, 14, 1 if depth == 1 else 3):
+    for at in range(1, 11, 1 if depth == 1 else 3):
         parts = any_sample.engine(prefix_caching=prefix_caching, max_chunk=7)
         victims = lambda step, at=at: [at % 3, 3] if step == at else []
         results = any_sample.run(parts, RAGGED[:4], depth=depth, preempt=victims)
         assert any_sample.worst(results) < TOLERANCE
-        assert at == 0 or parts.engine.scheduler.stats.preemptions > 0
+        assert parts.engine.scheduler.stats.preemptions > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
