@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from mrv2.layers import (
     CacheMeta,
     CacheTensor,
@@ -20,8 +23,6 @@ from mrv2.layers import (
     store_state,
     write_tokens,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class DecayMixer(nn.Module):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import Tensor, nn
+
 from mrv2.layers import LayerSet, StepContext, Stream, WeightMap
 from recurrent.mixers import AverageMixer, BiasedAttention, DecayMixer
-from torch import Tensor, nn
 
 
 def mixer(L: LayerSet, c: Any, kind: str) -> nn.Module:

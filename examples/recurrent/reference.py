@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recurrent.config import TidalConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from recurrent.config import TidalConfig
 
 SHAPES = {
     "decay": lambda c: {

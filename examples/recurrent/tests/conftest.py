@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from recurrent import reference
-from recurrent.config import TidalConfig
-
 from mrv2.runner.build import EngineConfig, assemble, load
 from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams
+from recurrent import reference
+from recurrent.config import TidalConfig
 
 CONFIGS = {
     "hybrid": {},
@@ -111,7 +110,7 @@ class Sample:
 def sample(tmp_path_factory):
     """sample(name) -> Sample."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def make(name, dtype="float32"):
         folder = tmp_path_factory.mktemp(name) / "model"
         reference.make_checkpoint(folder, TidalConfig(**CONFIGS[name]), seed=3)
