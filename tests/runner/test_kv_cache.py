@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrv2.attn.groups import AttentionCache, make_groups
+from mrv2.attn.groups import AttentionCache, choose_block_size, make_groups
 from mrv2.attn.specs import CacheTensor, PerRequest, PerToken
 from mrv2.errors import CacheTooSmallError
 from mrv2.runner.block_pool import BlockPool
@@ -246,3 +246,13 @@ def test_any_caches_share_a_pool_and_no_block_reaches_into_another(specs, block_
         for key, tensor in spec.tensors.items():
             assert caches[name][key].shape == (*lead, *tensor.shape)
             assert caches[name][key].dtype == (tensor.dtype or dtype)
+
+
+def test_blocks_hold_enough_tokens_to_be_no_smaller_than_a_state():
+    attention, small = AttentionCache(2, 8, None), AttentionCache(1, 8, None)  # 128 and 64 bytes per token
+    state = PerRequest({"s": CacheTensor((8, 8, 17))})
+    assert choose_block_size({"a": attention, "b": small}, torch.float32) == 16
+    assert choose_block_size({"s": state}, torch.float32) == 16
+    layers = {"a": attention, "b": small, "s": state}
+    assert choose_block_size(layers, torch.float32) == 48  # 4352 bytes, and 2048 for 16 tokens
+    assert page_sizes(make_groups(layers, 48), layers, torch.float32) == [48 * 128]

@@ -56,6 +56,18 @@ class KVGroup:
     """Each request has one block, its state slot, instead of one per `block_size` tokens."""
 
 
+def choose_block_size(layers: Mapping[str, LayerSpec], dtype: torch.dtype, *, step: int = 16) -> int:
+    """Tokens per block, a multiple of `step`: `step` itself, or with states so many that a block of the largest layer
+    with entries per token is no smaller than the largest state. They come from one pool, so smaller ones would
+    leave most of each block unused.
+    """
+    states = [s.bytes_per_block(1, dtype) for s in layers.values() if isinstance(s, PerRequest)]
+    tokens = [s.bytes_per_block(step, dtype) for s in layers.values() if not isinstance(s, PerRequest)]
+    if not states or not tokens:
+        return step
+    return step * max(1, -(-max(states) // max(tokens)))
+
+
 def make_groups(layers: Mapping[str, LayerSpec], block_size: int) -> tuple[KVGroup, ...]:
     """Group layers by kind and reach, in groups of equal size, so that one pool of blocks serves all.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mrv2.adapter import require
-from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, make_groups
+from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
 from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
 from mrv2.entry import AdapterEntry
@@ -53,7 +53,7 @@ class EngineConfig:
         max_num_seqs: most requests running at once.
         max_num_tokens: most tokens computed in one step; long prompts are cut into chunks.
         max_chunk: most prompt tokens of one request in one step; None: no limit of its own.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None: 16, or more where the model keeps large states (`choose_block_size`).
         kv_memory: bytes of the KV cache; None: a share of the free memory, as far as it can be used.
         num_blocks: blocks of the KV cache, scratch included; overrides `kv_memory`.
         prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
@@ -68,7 +68,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_tokens: int = 2048
     max_chunk: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     kv_memory: int | None = None
     num_blocks: int | None = None
     prefix_caching: bool | None = None
@@ -87,7 +87,7 @@ class EngineConfig:
             ("max_num_seqs", whole(self.max_num_seqs, 1), "an integer of at least 1"),
             ("max_num_tokens", enough, "an integer of at least max_num_seqs, or decodes would starve"),
             ("max_chunk", self.max_chunk is None or whole(self.max_chunk, 1), "an integer of at least 1"),
-            ("block_size", whole(self.block_size, 1), "an integer of at least 1"),
+            ("block_size", self.block_size is None or whole(self.block_size, 1), "an integer of at least 1"),
             ("kv_memory", self.kv_memory is None or whole(self.kv_memory, 1, 2**63), "a positive number of bytes"),
             ("num_blocks", self.num_blocks is None or whole(self.num_blocks, 2), "at least 2 (one is scratch)"),
             ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
@@ -225,7 +225,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
             fix="raise max_num_tokens, lower max_model_len, or declare chunked_prefill in adapter.toml",
         )
     _check_table_size(limits)
-    groups = make_groups(loaded.caches, config.block_size)
+    groups = make_groups(loaded.caches, config.block_size or choose_block_size(loaded.caches, dtype))
     prefix_caching = loaded.prefix_caching and config.prefix_caching is not False
     sizes = page_sizes(groups, loaded.caches, dtype)
     num_blocks = config.num_blocks or choose_num_blocks(

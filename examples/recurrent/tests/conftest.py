@@ -63,7 +63,7 @@ class Sample:
         return parts
 
     def run(self, parts, prompts, n=10, *, depth=1, preempt=None):
-        """Generate greedily. `preempt(step) -> rows to preempt before planning that step`, by order of arrival."""
+        """Generate greedily. `preempt`: before which step to preempt whom, by order of arrival."""
         scheduler, runner = parts.engine.scheduler, parts.engine._runner
         params = SamplingParams(temperature=0, max_tokens=n, logprobs=0)
         requests = [parts.intake.request(f"{scheduler._step_id}-{i}", p, params) for i, p in enumerate(prompts)]
@@ -72,7 +72,7 @@ class Sample:
             scheduler.add(r)
         in_flight, step = deque(), 0
         while scheduler.has_work:
-            for k in sorted(preempt(step) if preempt else [], reverse=True):
+            for k in sorted((preempt or {}).get(step, ()), reverse=True):
                 if k < scheduler.num_running:
                     scheduler._preempt(scheduler._running[k])
             step += 1

@@ -125,7 +125,7 @@ def test_preempted_at_every_step_and_resumed(any_sample, prefix_caching, depth):
     # Chunks of 7: the first steps are in the middle of prompts, the later ones of decoding.
     for at in range(1, 11, 1 if depth == 1 else 3):
         parts = any_sample.engine(prefix_caching=prefix_caching, max_chunk=7)
-        victims = lambda step, at=at: [at % 3, 3] if step == at else []
+        victims = {at: [at % 3, 3]}
         results = any_sample.run(parts, RAGGED[:4], depth=depth, preempt=victims)
         assert any_sample.worst(results) < TOLERANCE
         assert parts.engine.scheduler.stats.preemptions > 0
