@@ -115,6 +115,11 @@ def test_what_cannot_be_a_cache_is_refused(spec, what):
         NativeLayers().scope("mixer").cache("state", spec, print)
 
 
+def test_a_state_is_not_looked_for_among_tokens():
+    with pytest.raises(LayerArgumentError, match="declared PerToken"):
+        load_state(torch.zeros(2, 4, 1), make_meta([0], [1]))
+
+
 def test_a_name_is_declared_once():
     layers = NativeLayers()
     layers.cache("state", PerRequest({"s": CacheTensor((1,))}), print)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mrv2.attn.specs import CacheTensor, PerRequest, PerToken
+from mrv2.errors import LayerArgumentError
 from mrv2.state.view import CacheMeta
 
 if TYPE_CHECKING:
@@ -151,7 +152,12 @@ def steps(meta: CacheMeta) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _state_slots(meta: CacheMeta) -> Tensor:
-    assert meta.state_slots is not None, "the cache is declared PerToken"
+    if meta.state_slots is None:
+        raise LayerArgumentError(
+            "a kernel loads or stores a state, and its cache is declared PerToken",
+            where="mrv2.layers.custom",
+            fix="declare it PerRequest, or use read_tokens and write_tokens",
+        )
     return meta.state_slots.long()
 
 

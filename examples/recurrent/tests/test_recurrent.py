@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mrv2 import LLM, SamplingParams
-from mrv2.errors import RecurrentFlagError
+from mrv2.errors import RecurrentFlagError, UnsupportedError
 from mrv2.layers import native
 from mrv2.loader.source import SafetensorsSource
 from mrv2.testing.ragged import RaggedBatch, build_native
@@ -23,6 +25,17 @@ def prompts_of(lengths, seed=0):
     return [[rng.randrange(61) for _ in range(n)] for n in lengths]
 
 
+UNDECLARED = """
+# /// adapter
+# name = "undeclared"
+# sdk_api = "0.1"
+# architectures = ["TidalForCausalLM"]
+# model_types = ["tidal"]
+# owner = "tests"
+# capabilities = { chunked_prefill = "native" }
+# ///
+from recurrent import mrv2_config, mrv2_model
+"""
 RAGGED = prompts_of([5, 1, 23, 38, 12, 16, 30])
 
 
@@ -35,11 +48,11 @@ def test_alone(any_sample):
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"max_chunk": 7}, {"max_chunk": 16}, {"max_num_tokens": 6}], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"max_chunk": 7}, {"max_chunk": 16}, {"max_num_tokens": 6}], ids=str)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3], ids=["sync", "depth1", "depth2", "depth3"])
-def test_batched_and_chunked_on_reused_rows(any_sample, settings, depth, prefix_caching):
+def test_batched_and_chunked_on_reused_rows(any_sample, limits, depth, prefix_caching):
     runner = {} if depth else {"runner": "sync"}
-    parts = any_sample.engine(prefix_caching=prefix_caching, **settings, **runner)
+    parts = any_sample.engine(prefix_caching=prefix_caching, **limits, **runner)
     results = any_sample.run(parts, RAGGED, depth=depth or 1)
     assert any_sample.worst(results) < TOLERANCE
 
@@ -224,6 +237,42 @@ def test_control_checkpoints(sample, monkeypatch, fault):
     assert one.worst(results) > 10 * TOLERANCE
 
 
+# -- any schedule ------------------------------------------------------------------------------------------
+
+
+@given(
+    depth=st.integers(0, 3),
+    chunk=st.sampled_from([None, 3, 7, 16]),
+    blocks=st.sampled_from([14, 18, 30]),
+    prefix_caching=st.booleans(),
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=6),  # prompts
+            st.integers(1, 14),  # tokens
+            st.dictionaries(st.integers(1, 25), st.lists(st.integers(0, 3), max_size=2), max_size=6),  # preemptions
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_schedule(any_sample, depth, chunk, blocks, prefix_caching, rounds):
+    groups = any_sample.engine().engine.scheduler.kv.groups
+    parts = any_sample.engine(
+        num_blocks=1 + blocks * len(groups),
+        max_model_len=64,
+        max_chunk=chunk,
+        prefix_caching=prefix_caching,
+        runner="async" if depth else "sync",
+    )
+    room = parts.engine.scheduler.kv.capacity - 1
+    for prompts, n, preempt in rounds:
+        # Prompts of few kinds, so that prefixes are shared.
+        prompts = [[(kind * 17 + i * (1 + kind)) % 61 for i in range(min(length, room))] for kind, length in prompts]
+        results = any_sample.run(parts, prompts, n, depth=depth or 1, preempt=preempt)
+        assert any_sample.worst(results) < TOLERANCE
+
+
 # -- what is declared --------------------------------------------------------------------------------------
 
 
@@ -236,6 +285,13 @@ def test_recurrent_says_what_the_layers_declare(sample, mixers, flag):
     model = cls(layers, config)
     with pytest.raises(RecurrentFlagError, match=f"set recurrent = {not flag}"):
         native.check_recurrent(model, layers)
+
+
+def test_the_capability_has_to_be_declared(sample, tmp_path):
+    file = tmp_path / "undeclared.py"
+    file.write_text(UNDECLARED)
+    with pytest.raises(UnsupportedError, match="a state per request"):
+        LLM(str(sample("hybrid").folder), adapters=[str(file)])
 
 
 def test_from_the_front_door(sample):
