@@ -407,6 +407,17 @@ class RopeError(Mrv2Error):
     title = "rotary parameters"
 
 
+class RecurrentFlagError(Mrv2Error):
+    """The model class's attribute `recurrent` doesn't say what its layers declare: it is True exactly if a layer
+    keeps a state per request (`L.cache(name, PerRequest(...), kernel)`).
+
+    Hosts read the attribute before there is an instance, so it can't be derived. Set it in the model class.
+    """
+
+    code = "MRV2-304"
+    title = "recurrent attribute"
+
+
 class KernelError(Mrv2Error):
     """A kernel's launcher and its torch twin don't take the same parameters, or kernels can't be run here as
     a test asks: Triton is missing, or was imported before `mrv2.testing.interpret_kernels()` was called.

@@ -35,6 +35,7 @@ def test_the_surface_is_as_committed():
         lambda s: s["classes"]["mrv2.model_state.base:ModelState"].update(add_request="(self, row: int) -> None"),
         lambda s: s["dataclasses"]["mrv2.state.view:StepView"].pop("rows"),
         lambda s: s["classes"]["mrv2.layers.base:LayerSet"].pop("gated_mlp"),
+        lambda s: s["functions"].update({"mrv2.layers:fresh": "(state: Tensor) -> Tensor"}),
         lambda s: s["adapters"][s["families"][0]].popitem(),
         lambda s: s.update(sdk_api="9.9"),
     ],

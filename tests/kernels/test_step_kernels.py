@@ -8,6 +8,7 @@ from mrv2.kernels import (
     apply_staged_writes,
     compute_query_start_loc,
     compute_slot_mappings,
+    copy_blocks,
     gather_block_tables,
     prepare_inputs,
     update_after_sample,
@@ -260,3 +261,30 @@ def test_update_after_sample_twin_equals_a_loop(seed):
     update_after_sample(**inputs)
     for name, value in inputs.items():
         np.testing.assert_array_equal(value.numpy(), want[name], err_msg=name)
+
+
+# -- copy_blocks -----------------------------------------------------------------------------------------
+
+
+def copy_blocks_inputs(rng):
+    num_blocks, width = int(rng.integers(2, 30)), int(rng.choice([1, 7, 1024, 1500, 3000]))
+    n = int(rng.integers(1, num_blocks // 2 + 1))
+    blocks = torch.from_numpy(rng.permutation(num_blocks)).int()
+    dtype = torch.int64 if rng.integers(2) else torch.uint8
+    padded = ints(rng, 0, 100, (num_blocks, width + 5), dtype)  # rows lie apart, as in a view of wider pages
+    # Many rows may start from one source.
+    return {"pages": padded[:, :width], "sources": blocks[ints(rng, 0, n, n).long()], "targets": blocks[n : 2 * n]}
+
+
+def test_copy_blocks_kernel_equals_twin():
+    check_kernel(copy_blocks, copy_blocks_inputs)
+
+
+def test_copy_blocks_twin_equals_a_loop():
+    for seed in SEEDS:
+        inputs = copy_blocks_inputs(np.random.default_rng(seed))
+        want = inputs["pages"].clone()
+        for source, target in zip(inputs["sources"].tolist(), inputs["targets"].tolist(), strict=True):
+            want[target] = want[source]
+        copy_blocks(**inputs)
+        assert torch.equal(inputs["pages"], want)

@@ -1,7 +1,9 @@
 """Tiny random models of every supported architecture, loaded once, and the oracle for each."""
 
+import sys
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -9,6 +11,12 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from mrv2.runner.build import EngineConfig, LoadedModel, assemble, load
 from mrv2.testing.checkpoints import make_checkpoint
 from mrv2.testing.naive import NaiveGreedy
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from recurrent import reference  # noqa: E402
+from recurrent.config import TidalConfig  # noqa: E402
 
 SMALL = {
     "vocab_size": 61,
@@ -40,6 +48,7 @@ CONFIGS = {
             "original_max_position_embeddings": 32,
         },
     ),
+    "hybrid": TidalConfig(),  # recurrent states, a cache of the adapter's own, and attention
 }
 
 
@@ -62,7 +71,12 @@ def tiny(tmp_path_factory):
 
     @cache
     def make(name):
-        folder = make_checkpoint(tmp_path_factory.mktemp(name) / "model", CONFIGS[name], seed=3)
+        folder = tmp_path_factory.mktemp(name) / "model"
+        if isinstance(CONFIGS[name], TidalConfig):
+            reference.make_checkpoint(folder, CONFIGS[name], seed=3)
+            loaded = load(str(folder), EngineConfig(device="cpu"), [str(EXAMPLES / "recurrent")])
+            return Tiny(loaded, NaiveGreedy(reference.Reference(folder).next_logits), str(folder))
+        make_checkpoint(folder, CONFIGS[name], seed=3)
         return Tiny(load(str(folder), EngineConfig(device="cpu")), NaiveGreedy.from_transformers(folder), str(folder))
 
     return make

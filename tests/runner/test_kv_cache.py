@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrv2.attn.groups import AttentionCache, make_groups
+from mrv2.attn.groups import AttentionCache, choose_block_size, make_groups
+from mrv2.attn.specs import CacheTensor, PerRequest, PerToken
 from mrv2.errors import CacheTooSmallError
 from mrv2.runner.block_pool import BlockPool
 from mrv2.runner.kv_cache import KVCacheManager, PrefixHit, extend_hashes
-from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks
+from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, page_sizes
 
 BLOCK, ROWS, MAX_LEN, WINDOW = 4, 4, 64, 10
 LAYERS = {
@@ -185,7 +186,9 @@ def test_hash_depends_on_everything_before_and_on_the_root():
 
 def test_layers_share_bytes_only_across_groups():
     groups = make_groups(LAYERS, BLOCK)
-    caches = allocate_caches(groups, LAYERS, num_blocks=7, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = page_sizes(groups, LAYERS, torch.float32)
+    pages = allocate_pages(sizes, num_blocks=7, device=torch.device("cpu"))
+    caches = bind_caches(groups, LAYERS, pages, torch.float32)
     assert caches["full.a"].shape == (7, 2, BLOCK, 2, 8)
     assert caches["win.a"].shape == (7, 2, BLOCK, 1, 8)
     caches["full.a"][3] = 1.0
@@ -198,3 +201,58 @@ def test_cache_too_small_says_how_much_is_needed():
     with pytest.raises(CacheTooSmallError, match="at least 2048 bytes"):
         choose_num_blocks(1024, wanted_blocks=10, kv_memory=1500, device=torch.device("cpu"))
     assert choose_num_blocks(1024, wanted_blocks=10, kv_memory=10**9, device=torch.device("cpu")) == 10
+
+
+SPECS = st.one_of(
+    st.builds(AttentionCache, st.integers(1, 2), st.sampled_from([2, 5]), st.sampled_from([None, 6])),
+    st.builds(
+        lambda cls, tensors: cls(tensors),
+        st.sampled_from([PerToken, PerRequest]),
+        st.dictionaries(
+            st.sampled_from("abc"),
+            st.builds(
+                CacheTensor,
+                st.lists(st.integers(1, 4), max_size=3).map(tuple),
+                st.sampled_from([None, torch.float32, torch.int8, torch.float64]),
+            ),
+            min_size=1,
+        ),
+    ),
+)
+
+
+@given(specs=st.lists(SPECS, min_size=1, max_size=8), block_size=st.integers(1, 5), half=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_any_caches_share_a_pool_and_no_block_reaches_into_another(specs, block_size, half):
+    layers, dtype = {str(i): s for i, s in enumerate(specs)}, torch.bfloat16 if half else torch.float32
+    groups = make_groups(layers, block_size)
+    assert [g.states for g in groups] == sorted(g.states for g in groups)
+    pages = allocate_pages(page_sizes(groups, layers, dtype), num_blocks=4, device=torch.device("cpu"))
+    caches = bind_caches(groups, layers, pages, dtype)
+    assert caches.keys() == layers.keys()
+    for group in groups:
+        for page in pages:
+            page.zero_()
+        # One value per tensor of the group, in block 2; then all must be there, and nothing elsewhere.
+        parts = [t for n in group.layers for t in (caches[n].values() if isinstance(caches[n], dict) else [caches[n]])]
+        for value, part in enumerate(parts, start=1):
+            part[2] = value
+        assert all(part[2].eq(value).all() for value, part in enumerate(parts, start=1))
+        assert all(page[[0, 1, 3]].eq(0).all() for page in pages)
+    for name, spec in layers.items():
+        if isinstance(spec, AttentionCache):
+            continue
+        lead = (4,) if isinstance(spec, PerRequest) else (4, block_size)
+        for key, tensor in spec.tensors.items():
+            assert caches[name][key].shape == (*lead, *tensor.shape)
+            assert caches[name][key].dtype == (tensor.dtype or dtype)
+
+
+def test_blocks_hold_enough_tokens_to_be_no_smaller_than_a_state():
+    attention, small = AttentionCache(2, 8, None), AttentionCache(1, 8, None)  # 128 and 64 bytes per token
+    state = PerRequest({"s": CacheTensor((8, 8, 17))})
+    assert choose_block_size({"a": attention, "b": small}, torch.float32) == 16
+    assert choose_block_size({"s": state}, torch.float32) == 16
+    layers = {"a": attention, "b": small, "s": state}
+    assert choose_block_size(layers, torch.float32) == 48  # 4352 bytes, and 2048 for 16 tokens
+    assert page_sizes(make_groups(layers, 48), layers, torch.float32) == [48 * 128]

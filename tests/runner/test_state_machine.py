@@ -1,7 +1,7 @@
 """Requests come, are preempted, resumed, aborted and end, with outputs returned late: tokens stay the oracle's.
 
-Every per-row value, on the host and on the device, is poisoned before a row is given to a request, so that
-anything not set by `add_request` shows as a wrong token.
+Every per-row value, on the host and on the device, is poisoned before a row is given to a request, and so is
+every block, so that anything not set by its new owner shows as a wrong token.
 """
 
 from collections import deque
@@ -39,6 +39,15 @@ def poison_rows(parts):
                 column[row] = True if column.dtype == np.bool_ else 3
         host_open(row, request, num_computed)
 
+    take = scheduler.kv.pool.allocate
+
+    def allocate(count):
+        blocks = take(count)
+        for pages in runner._forward.pages:
+            pages[blocks] = 0xFF  # NaN in every dtype; on a CPU nothing launched earlier still runs
+        return blocks
+
+    scheduler.kv.pool.allocate = allocate
     runner._requests.add_request = add_request
     scheduler.columns.open = open_row
 
@@ -167,3 +176,7 @@ def test_sliding_and_full_groups(tiny):
 
 def test_one_window_for_all(tiny):
     run_machine(tiny("mistral-window"), 40)
+
+
+def test_recurrent_states_and_own_caches(tiny):
+    run_machine(tiny("hybrid"), 60)

@@ -1,6 +1,7 @@
 """Triton kernels, each with a torch twin of the same signature; and how to declare one."""
 
 from mrv2.kernels.block_tables import compute_slot_mappings, gather_block_tables
+from mrv2.kernels.copy_blocks import copy_blocks
 from mrv2.kernels.gumbel import gumbel_noise
 from mrv2.kernels.prepare_inputs import prepare_inputs
 from mrv2.kernels.query_start_loc import compute_query_start_loc
@@ -14,6 +15,7 @@ __all__ = [
     "apply_staged_writes",
     "compute_query_start_loc",
     "compute_slot_mappings",
+    "copy_blocks",
     "gather_block_tables",
     "gumbel_noise",
     "jit",

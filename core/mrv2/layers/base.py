@@ -9,10 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mrv2.attn.specs import PerRequest, PerToken
+    from mrv2.layers.custom import CacheKernel
 
 
 class Stream(NamedTuple):
@@ -168,6 +172,16 @@ class LayerSet(Protocol):
 
     def param(self, name: str, shape: tuple[int, ...], *, shard: int | None = None) -> nn.Parameter:
         """A bare parameter of the calling module; `shard`: the axis divided over tensor-parallel ranks."""
+        ...
+
+    # -- an adapter's own mixers -------------------------------------------------------------------------
+
+    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+        """A cache of the calling module's own, and the kernel that uses it; see `mrv2.layers.custom`.
+
+        Call: `layer(ctx, *inputs, out=tensor) -> out`, inputs and `out` [num_tokens, ...]. A module may have
+        several. A model class with a `PerRequest` cache says so: `recurrent = True`.
+        """
         ...
 
 

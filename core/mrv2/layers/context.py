@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mrv2.attn.backend import AttentionArgs, AttentionBackend
+from mrv2.attn.groups import BoundCache
 from mrv2.layers.base import Stream
 from mrv2.layers.rotary import Angles, RotaryTable
 from mrv2.state.view import AttnMetadata, CacheMeta
@@ -19,8 +20,9 @@ class NativeContext:
 
     Args:
         attn: metadata per KV group.
-        caches: cache tensor of each attention layer, [num_blocks, 2, block_size, num_kv_heads, head_dim].
-        group_of: KV group of each attention layer.
+        caches: of each attention layer a tensor [num_blocks, 2, block_size, num_kv_heads, head_dim], of each
+            cache of an adapter's own its tensors by name.
+        group_of: KV group of each of them.
         backend: runs attention; one per runner.
         prompt_lens: [num_reqs] int32, prompt length of each request in batch order, any value for padding. Read
             only by rotary types that depend on a request's length; None: the step's own `seq_lens` count, which
@@ -33,7 +35,7 @@ class NativeContext:
         self,
         *,
         attn: AttnMetadata,
-        caches: Mapping[str, Tensor],
+        caches: Mapping[str, BoundCache],
         group_of: Mapping[str, str],
         backend: AttentionBackend,
         prompt_lens: Tensor | None = None,
@@ -73,7 +75,12 @@ class NativeContext:
     def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Write this layer's keys and values, and attend; shapes as in `AttentionBackend.attend`."""
         meta = self._attn[self._group_of[layer]]
-        return self._backend.attend(q, k, v, cache=self._caches[layer], meta=meta, args=args, memo=self._memo)
+        cache = cast(Tensor, self._caches[layer])
+        return self._backend.attend(q, k, v, cache=cache, meta=meta, args=args, memo=self._memo)
+
+    def own_cache(self, name: str) -> tuple[Mapping[str, Tensor], CacheMeta]:
+        """The tensors of an adapter's own cache, and this step's metadata of its group."""
+        return cast(Mapping[str, Tensor], self._caches[name]), self._attn[self._group_of[name]]
 
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""

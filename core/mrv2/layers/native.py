@@ -10,9 +10,11 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from mrv2.attn.backend import AttentionArgs
-from mrv2.attn.groups import AttentionCache
-from mrv2.errors import LayerArgumentError, LayerNameError
+from mrv2.attn.groups import AttentionCache, LayerSpec
+from mrv2.attn.specs import PerRequest, PerToken
+from mrv2.errors import LayerArgumentError, LayerNameError, RecurrentFlagError
 from mrv2.layers.base import PARAM_SLOT, LayerSet, Slot
+from mrv2.layers.custom import CacheHandle, CacheKernel
 from mrv2.layers.fused import GatedMLP, SelfAttention
 from mrv2.layers.huge_pages import move_to_huge_pages
 from mrv2.layers.linear import Linear, LMHead, PackedLinear, make_parameter, pack_linears
@@ -30,7 +32,7 @@ PACK_SHARE = 0.25
 class _Built:
     """What one model's layers have declared; shared by all scopes."""
 
-    caches: dict[str, AttentionCache] = field(default_factory=dict)
+    caches: dict[str, LayerSpec] = field(default_factory=dict)
     named: list[tuple[str, nn.Module | nn.Parameter]] = field(default_factory=list)
     tables: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
     settled: bool = False  # parameters are where they will stay
@@ -43,7 +45,7 @@ class NativeLayers(LayerSet):
     nothing and tells what the model declares.
 
     Attributes:
-        caches: what each attention layer needs, by full name, in the order of building.
+        caches: what each layer with a cache needs, by full name, in the order of building.
     """
 
     def __init__(self) -> None:
@@ -51,8 +53,8 @@ class NativeLayers(LayerSet):
         self._built = _Built()
 
     @property
-    def caches(self) -> dict[str, AttentionCache]:
-        """Each attention layer's cache, by full name."""
+    def caches(self) -> dict[str, LayerSpec]:
+        """Each layer's cache, by full name: of attention layers, and of adapters' own."""
         return self._built.caches
 
     @property
@@ -237,6 +239,23 @@ class NativeLayers(LayerSet):
         setattr(parameter, PARAM_SLOT, Slot(name, shape, load))
         return parameter
 
+    # -- an adapter's own mixers -------------------------------------------------------------------------
+
+    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+        """See `LayerSet.cache`. There is one rank, so entries have their global shapes."""
+        full = self._prefix + name
+        if full in self._built.caches:
+            raise self._argument(name, "is declared twice")
+        if not spec.tensors:
+            raise self._argument(name, "declares no tensor")
+        for key, tensor in spec.tensors.items():
+            if any(size < 1 for size in tensor.shape):
+                raise self._argument(name, f"declares {key} of shape {list(tensor.shape)}")
+            if tensor.shard is not None and not 0 <= tensor.shard < len(tensor.shape):
+                raise self._argument(name, f"divides axis {tensor.shard} of {key}, shape {list(tensor.shape)}")
+        self._built.caches[full] = spec
+        return self._add(name, CacheHandle(full, kernel))
+
     # -- the same, typed -------------------------------------------------------------------------------
 
     def _norm(self, name: str, size: int, eps: float) -> RMSNorm:
@@ -299,3 +318,20 @@ def check_names(model: nn.Module, layers: NativeLayers) -> None:
             where=f"{type(model).__module__}.{type(model).__qualname__}",
             fix="pass the attribute's own name, and L.scope(attribute) to sub-modules",
         )
+
+
+def check_recurrent(model: nn.Module, layers: NativeLayers) -> None:
+    """The class attribute `recurrent` says what the layers declared.
+
+    Raises:
+        RecurrentFlagError: it says otherwise, either way.
+    """
+    states = [name for name, spec in layers.caches.items() if isinstance(spec, PerRequest)]
+    declared = bool(getattr(type(model), "recurrent", False))
+    if declared == bool(states):
+        return
+    raise RecurrentFlagError(
+        f"recurrent is {declared}, and {f'{states[0]} keeps' if states else 'no layer keeps'} a state per request",
+        where=f"{type(model).__module__}.{type(model).__qualname__}",
+        fix=f"set recurrent = {bool(states)} in the model class",
+    )

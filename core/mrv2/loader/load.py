@@ -12,7 +12,7 @@ from torch import nn
 from mrv2.config import ModelConfig
 from mrv2.context import AdapterContext
 from mrv2.errors import ModelBuildError, Mrv2Error, UnsupportedError
-from mrv2.layers.native import NativeLayers, check_names
+from mrv2.layers.native import NativeLayers, check_names, check_recurrent
 from mrv2.loader.source import SafetensorsSource, WeightSource, iter_tensors, tensor_infos
 from mrv2.loader.weights import LoadReport, check_layer_count, check_weights, load_weights
 from mrv2.loading import describe, raised_at, source_of, stdout_to_stderr
@@ -57,6 +57,7 @@ def build_model(
 
     Raises:
         LayerNameError: a layer isn't stored under the name it was given.
+        RecurrentFlagError: the class attribute `recurrent` doesn't say what the layers declared.
         ModelBuildError: the constructor raised, or there isn't enough memory.
     """
     cls = adapter.model_class(config.context())
@@ -72,6 +73,7 @@ def build_model(
             fix="compare the sizes in config.json with the checkpoint, or correct the named line",
         ) from error
     check_names(model, layers)
+    check_recurrent(model, layers)
     return model.requires_grad_(False).eval()
 
 

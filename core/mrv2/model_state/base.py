@@ -17,7 +17,7 @@ from mrv2.errors import RequestError
 from mrv2.state.view import AttnMetadata, Limits, StepView
 
 if TYPE_CHECKING:
-    from mrv2.attn.groups import KVGroup
+    from mrv2.attn.groups import BoundCache, KVGroup
     from mrv2.state.plan import StepPlan
 
 
@@ -96,8 +96,8 @@ class ModelState(ABC):
 
     # -- once --------------------------------------------------------------------------------------------
 
-    def bind_kv_cache(self, caches: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Layer name to its cache tensor, once, after allocation."""
+    def bind_kv_cache(self, caches: Mapping[str, BoundCache]) -> None:  # noqa: B027
+        """Layer name to its cache, once, after allocation: a tensor, or an adapter's own tensors by name."""
 
     def custom_sampler(self, default: Any) -> Any:
         """The sampler to use, given the host's own; called once."""

@@ -97,6 +97,7 @@ class DefaultModelState(ModelState):
                 block_table=view.block_tables[group.index],
                 block_size=group.block_size,
                 extras=extras.get(group.name, {}),
+                state_slots=view.block_tables[group.index] if group.states else None,
             )
             for group in self.groups
         }

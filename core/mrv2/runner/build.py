@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from mrv2.adapter import require
-from mrv2.attn.groups import AttentionCache, make_groups
+from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
+from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
@@ -28,7 +29,7 @@ from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
-from mrv2.runner.kv_memory import allocate_caches, choose_num_blocks, free_memory, page_sizes
+from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
 from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
@@ -36,6 +37,9 @@ from mrv2.state.view import Limits
 
 DEFAULT_MAX_MODEL_LEN = 8192
 """For a model that names no limit of its own, when the caller names none either."""
+
+STATE_CHECKPOINTS = 4
+"""Copies of a request's state in the prefix cache, for each request that can run: one or two are in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class EngineConfig:
         max_num_seqs: most requests running at once.
         max_num_tokens: most tokens computed in one step; long prompts are cut into chunks.
         max_chunk: most prompt tokens of one request in one step; None: no limit of its own.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None: 16, or more where the model keeps large states (`choose_block_size`).
         kv_memory: bytes of the KV cache; None: a share of the free memory, as far as it can be used.
         num_blocks: blocks of the KV cache, scratch included; overrides `kv_memory`.
         prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
@@ -64,7 +68,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_tokens: int = 2048
     max_chunk: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     kv_memory: int | None = None
     num_blocks: int | None = None
     prefix_caching: bool | None = None
@@ -83,7 +87,7 @@ class EngineConfig:
             ("max_num_seqs", whole(self.max_num_seqs, 1), "an integer of at least 1"),
             ("max_num_tokens", enough, "an integer of at least max_num_seqs, or decodes would starve"),
             ("max_chunk", self.max_chunk is None or whole(self.max_chunk, 1), "an integer of at least 1"),
-            ("block_size", whole(self.block_size, 1), "an integer of at least 1"),
+            ("block_size", self.block_size is None or whole(self.block_size, 1), "an integer of at least 1"),
             ("kv_memory", self.kv_memory is None or whole(self.kv_memory, 1, 2**63), "a positive number of bytes"),
             ("num_blocks", self.num_blocks is None or whole(self.num_blocks, 2), "at least 2 (one is scratch)"),
             ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
@@ -112,7 +116,7 @@ class LoadedModel:
 
     name: str  # as the user gave it
     module: nn.Module
-    caches: Mapping[str, AttentionCache]
+    caches: Mapping[str, LayerSpec]
     rope_fixed_up_to: int | None  # longest request whose rotation depends on positions alone; None: any
     state_class: type[ModelState]
     config: ModelConfig
@@ -143,7 +147,10 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     ctx = model_config.context()
     layers = NativeLayers()
     module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
-    if any(cache.window is not None for cache in layers.caches.values()):
+    specs = layers.caches.values()
+    if any(isinstance(spec, PerRequest) for spec in specs):
+        require(Capability.RECURRENT, "native", adapter.entry, setting=f"a state per request in {location.name}")
+    if any(isinstance(spec, AttentionCache) and spec.window is not None for spec in specs):
         require(Capability.SLIDING_WINDOW, "native", adapter.entry, setting=f"a sliding window in {location.name}")
     return LoadedModel(
         name=location.name,
@@ -218,20 +225,22 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
             fix="raise max_num_tokens, lower max_model_len, or declare chunked_prefill in adapter.toml",
         )
     _check_table_size(limits)
-    groups = make_groups(loaded.caches, config.block_size)
+    groups = make_groups(loaded.caches, config.block_size or choose_block_size(loaded.caches, dtype))
+    prefix_caching = loaded.prefix_caching and config.prefix_caching is not False
+    sizes = page_sizes(groups, loaded.caches, dtype)
     num_blocks = config.num_blocks or choose_num_blocks(
-        sum(page_sizes(groups, loaded.caches, dtype)),
-        wanted_blocks=1 + len(groups) * limits.max_rows * -(-limits.max_model_len // config.block_size),
+        sum(sizes),
+        wanted_blocks=1 + limits.max_rows * _blocks_per_row(groups, limits.max_model_len, prefix_caching),
         kv_memory=config.kv_memory,
         device=device,
     )
-    caches = allocate_caches(groups, loaded.caches, num_blocks=num_blocks, dtype=dtype, device=device)
+    pages = allocate_pages(sizes, num_blocks=num_blocks, device=device)
     kv = KVCacheManager(
         BlockPool(num_blocks),
         groups,
         max_rows=limits.max_rows,
         max_model_len=limits.max_model_len,
-        prefix_caching=loaded.prefix_caching and config.prefix_caching is not False,
+        prefix_caching=prefix_caching,
     )
     scheduler = Scheduler(
         kv,
@@ -242,7 +251,8 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         chunked_prefill=loaded.chunked_prefill,
     )
     state = loaded.state_class(loaded.module, limits, groups)
-    forward = ForwardPass(loaded.module, state, groups, caches)
+    caches = bind_caches(groups, loaded.caches, pages, dtype)
+    forward = ForwardPass(loaded.module, state, groups, caches=caches, pages=pages)
     runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)
     depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
     request_limits = RequestLimits(
@@ -256,6 +266,14 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         engine=Engine(scheduler, runner, depth=depth),
         intake=Intake(request_limits, seed=config.seed, check_options=state.check_options),
         limits=limits,
+    )
+
+
+def _blocks_per_row(groups: Sequence[KVGroup], max_model_len: int, prefix_caching: bool) -> int:
+    """Blocks that one request could use: to its full length, and of states a slot and a few checkpoints."""
+    return sum(
+        (1 + STATE_CHECKPOINTS * prefix_caching) if group.states else -(-max_model_len // group.block_size)
+        for group in groups
     )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from mrv2.attn.backend import select_backend
-from mrv2.attn.groups import KVGroup
+from mrv2.attn.groups import BoundCache, KVGroup
 from mrv2.layers.context import NativeContext
 from mrv2.model_state.base import ModelState
+from mrv2.state.block_copies import BlockCopier
+from mrv2.state.plan import BlockCopies
 from mrv2.state.view import StepView
 
 
@@ -20,18 +22,31 @@ class ForwardPass:
         model: built from the native layer set, weights loaded.
         state: its `ModelState`.
         groups: KV groups, in the order of `StepView.block_tables`.
-        caches: layer name to cache tensor.
+        caches: layer name to its cache.
+        pages: the tensors behind the caches, [num_blocks, page_bytes] uint8.
     """
 
     def __init__(
-        self, model: nn.Module, state: ModelState, groups: Sequence[KVGroup], caches: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        state: ModelState,
+        groups: Sequence[KVGroup],
+        *,
+        caches: Mapping[str, BoundCache],
+        pages: Sequence[Tensor],
     ) -> None:
         self.model = model
         self.state = state
         self._caches = caches
         self._group_of = {name: group.name for group in groups for name in group.layers}
         self._backend = select_backend(state.limits.device)
+        self.pages = tuple(pages)
+        self._copier = BlockCopier(self.pages, state.limits.device)
         state.bind_kv_cache(caches)
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Do the plan's copies between blocks; the first thing in a step that touches the cache."""
+        self._copier.run(copies)
 
     def hidden(self, view: StepView) -> Tensor:
         """Run the model; [num_tokens, hidden]."""

@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from mrv2.attn.groups import KVGroup
 from mrv2.errors import RequestError
 from mrv2.runner.block_pool import BlockPool
+from mrv2.runner.state_slots import StateSlots
 from mrv2.sample.params import SamplingParams
 from mrv2.state.plan import BlockWrites
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks that a new row starts with: per group, one id per block, 0 where out of the window."""
+    """Cached blocks that a new row starts with: per group, one id per block, 0 where none is needed: out of the
+    window, and in a group of states all but the last.
+    """
 
     num_tokens: int
     blocks: tuple[tuple[int, ...], ...]
@@ -60,7 +63,10 @@ def extend_hashes(hashes: list[bytes], root: bytes, tokens_np: NDArray[np.int32]
 
 
 class KVCacheManager:
-    """Block tables per KV group, kept in step: column c of a row holds tokens c * block_size … in every group."""
+    """Block tables per KV group, kept in step: column c of a row holds tokens c * block_size … in every paged group.
+
+    Groups of states have one slot per row instead; they come last.
+    """
 
     def __init__(
         self, pool: BlockPool, groups: Sequence[KVGroup], *, max_rows: int, max_model_len: int, prefix_caching: bool
@@ -69,12 +75,14 @@ class KVCacheManager:
         self.groups = tuple(groups)
         self.block_size = groups[0].block_size if groups else 16
         self.prefix_caching = prefix_caching
+        self.num_paged = sum(not group.states for group in self.groups)
+        self.states = StateSlots(pool, self.groups[self.num_paged :], max_rows=max_rows)
         max_blocks = -(-max_model_len // self.block_size)
-        self.tables_np = [np.zeros((max_rows, max_blocks), np.int32) for _ in self.groups]
+        self.tables_np = [np.zeros((max_rows, max_blocks), np.int32) for _ in range(self.num_paged)]
         self.num_cols_np = np.zeros(max_rows, np.int32)
         self._first_col_np = np.zeros((len(self.groups), max_rows), np.int32)  # first column not yet given back
         self._hashed_np = np.zeros(max_rows, np.int32)  # columns already in the prefix cache
-        # (rows, start columns, column counts) appended since the last `take_writes`; the same in all groups.
+        # (rows, start columns, column counts) appended since the last `take_writes`; the same in all paged groups.
         self._grown: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
 
     # -- sizes -------------------------------------------------------------------------------------------
@@ -82,13 +90,20 @@ class KVCacheManager:
     @property
     def capacity(self) -> int:
         """Tokens that one request alone can hold at most."""
-        if not self.groups:
-            return 2**31 - 1
-        return self.pool.num_usable // len(self.groups) * self.block_size
+        # With a hit, the checkpoint is held beside the row's own slot until the copy has been planned.
+        left = self.pool.num_usable - len(self.states) * (1 + self.keeps_states)
+        if self.num_paged:
+            return max(left, 0) // self.num_paged * self.block_size
+        return 2**31 - 1 if left >= 0 else 0
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are kept at block edges, so that prefixes can be shared."""
+        return self.prefix_caching and len(self.states) > 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks, over all groups, that `num_tokens` tokens of one request need."""
-        return -(-num_tokens // self.block_size) * len(self.groups)
+        """Blocks, over all paged groups, that `num_tokens` tokens of one request need."""
+        return -(-num_tokens // self.block_size) * self.num_paged
 
     def missing_np(self, rows_np: NDArray[np.int32], lens_np: NDArray[np.int32]) -> NDArray[np.int32]:
         """Columns each row lacks to hold `lens_np` tokens, [num_rows]."""
@@ -126,9 +141,14 @@ class KVCacheManager:
         cu_np = np.concatenate(([0], np.cumsum(lens_np))).astype(np.int32)
         owner_np = np.repeat(np.arange(len(rows_np)), lens_np)
         cols_np = starts_np[owner_np] + np.arange(cu_np[-1], dtype=np.int32) - cu_np[owner_np]
-        return tuple(
-            BlockWrites(rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np])
-            for table_np in self.tables_np
+        return (
+            tuple(
+                BlockWrites(
+                    rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np]
+                )
+                for table_np in self.tables_np
+            )
+            + self.states.take_writes()
         )
 
     # -- prefix cache ------------------------------------------------------------------------------------
@@ -142,11 +162,14 @@ class KVCacheManager:
         while not settled:
             settled = True
             for g, group in enumerate(self.groups):
-                m = self._longest_in_group(g, group.window, hashes[:n])
+                m = self._longest_in_group(g, group, hashes[:n])
                 settled, n = settled and m == n, m
         return PrefixHit(n * self.block_size, tuple(self._hit_blocks(g, hashes[:n]) for g in range(len(self.groups))))
 
-    def _longest_in_group(self, g: int, window: int | None, hashes: Sequence[bytes]) -> int:
+    def _longest_in_group(self, g: int, group: KVGroup, hashes: Sequence[bytes]) -> int:
+        window = group.window
+        if group.states:  # one state stands for all before it
+            return next((n for n in range(len(hashes), 0, -1) if self.pool.find((g, hashes[n - 1])) is not None), 0)
         if window is None:
             for n, digest in enumerate(hashes):
                 if self.pool.find((g, digest)) is None:
@@ -167,17 +190,20 @@ class KVCacheManager:
 
     def _hit_blocks(self, g: int, hashes: Sequence[bytes]) -> tuple[int, ...]:
         first = self._first_needed(self.groups[g].window, len(hashes) * self.block_size)
+        if self.groups[g].states:
+            first = len(hashes) - 1
         found = [self.pool.find((g, digest)) if c >= first else 0 for c, digest in enumerate(hashes)]
         return tuple(0 if block is None else block for block in found)
 
     def open_row(self, row: int, hit: PrefixHit) -> None:
         """Start `row` with the blocks of a prefix hit."""
         n = hit.num_tokens // self.block_size
-        for g, blocks in enumerate(hit.blocks):
+        for g, blocks in enumerate(hit.blocks[: self.num_paged]):
             self.tables_np[g][row] = 0
             self.tables_np[g][row, :n] = blocks
             self.pool.share(block for block in blocks if block)
             self._first_col_np[g, row] = self._first_needed(self.groups[g].window, hit.num_tokens)
+        self.states.open(row, [blocks[-1] for blocks in hit.blocks[self.num_paged :] if blocks])
         self.num_cols_np[row] = n
         self._hashed_np[row] = n
         if n:
@@ -186,13 +212,22 @@ class KVCacheManager:
     def commit(self, row: int, hashes: Sequence[bytes], num_computed: int) -> None:
         """Index the row's full blocks whose tokens the host has confirmed as computed."""
         done, n = int(self._hashed_np[row]), min(num_computed // self.block_size, len(hashes))
-        if not self.prefix_caching or n <= done:
+        if not self.prefix_caching:
+            return
+        self.states.commit(row, hashes, n)
+        if n <= done:
             return
         for g, table_np in enumerate(self.tables_np):
             for col in range(done, n):
                 if table_np[row, col]:
                     self.pool.cache(int(table_np[row, col]), (g, hashes[col]))
         self._hashed_np[row] = n
+
+    def commit_last(self, row: int, hashes: Sequence[bytes], num_computed: int) -> None:
+        """For a row with no step to come and none whose outcome is unknown: its state too may serve as a prefix."""
+        n, rest = divmod(num_computed, self.block_size)
+        if self.keeps_states and not rest and 0 < n <= len(hashes):
+            self.states.commit_slot(row, hashes[n - 1])
 
     # -- release -----------------------------------------------------------------------------------------
 
@@ -209,11 +244,12 @@ class KVCacheManager:
 
     def release_row(self, row: int) -> None:
         """Give back all blocks of `row`, its tail first in line for eviction."""
-        for g in range(len(self.groups)):
+        for g in range(self.num_paged):
             self._drop(g, row, 0, int(self.num_cols_np[row]))
             self._first_col_np[g, row] = 0
         self.num_cols_np[row] = 0
         self._hashed_np[row] = 0
+        self.states.release(row)
 
     def _drop(self, g: int, row: int, start: int, stop: int) -> None:
         cols = self.tables_np[g][row, start:stop]

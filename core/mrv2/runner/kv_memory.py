@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mrv2.attn.groups import AttentionCache, KVGroup
+from mrv2.attn.groups import AttentionCache, BoundCache, KVGroup, LayerSpec
+from mrv2.attn.specs import ALIGNMENT
 from mrv2.errors import CacheTooSmallError
 
 
-def page_sizes(groups: Sequence[KVGroup], layers: Mapping[str, AttentionCache], dtype: torch.dtype) -> list[int]:
+def page_sizes(groups: Sequence[KVGroup], layers: Mapping[str, LayerSpec], dtype: torch.dtype) -> list[int]:
     """Bytes of one block in each of the pool's tensors: tensor k holds the k-th layer of every group."""
-    sizes = [0] * max((len(group.layers) for group in groups), default=0)
+    columns: list[list[tuple[LayerSpec, int]]] = [[] for _ in range(max((len(g.layers) for g in groups), default=0))]
     for group in groups:
-        for k, name in enumerate(group.layers):
-            sizes[k] = max(sizes[k], layers[name].bytes_per_token(dtype) * group.block_size)
-    return sizes
+        for column, name in zip(columns, group.layers, strict=False):
+            column.append((layers[name], layers[name].bytes_per_block(group.block_size, dtype)))
+    return [_page_size(column) for column in columns]
+
+
+def _page_size(members: Sequence[tuple[LayerSpec, int]]) -> int:
+    """The largest member's bytes. With adapters' own caches, rounded up so that each can be viewed in its dtype,
+    and that attention's rows stay at whole multiples of a token.
+    """
+    size = max(used for _, used in members)
+    attention = [used for spec, used in members if isinstance(spec, AttentionCache)]
+    if len(attention) == len(members):
+        return size
+    unit = math.lcm(ALIGNMENT, max(attention, default=1))
+    return -(-size // unit) * unit
 
 
 def free_memory(device: torch.device) -> int:
@@ -52,28 +66,21 @@ def choose_num_blocks(block_bytes: int, *, wanted_blocks: int, kv_memory: int | 
     return blocks
 
 
-def allocate_caches(
-    groups: Sequence[KVGroup],
-    layers: Mapping[str, AttentionCache],
-    *,
-    num_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Cache tensor of each layer, [num_blocks, 2, block_size, num_kv_heads, head_dim].
+def allocate_pages(sizes: Sequence[int], *, num_blocks: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The pool's tensors, [num_blocks, size] uint8 for each of `sizes`, zeros at first."""
+    return tuple(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for size in sizes)
+
+
+def bind_caches(
+    groups: Sequence[KVGroup], layers: Mapping[str, LayerSpec], pages: Sequence[Tensor], dtype: torch.dtype
+) -> dict[str, BoundCache]:
+    """Each layer's cache as views of `pages`; see the specs' `views` for shapes.
 
     Layers of different groups that share a tensor are views of the same bytes; their groups never own the
     same block. A layer with smaller pages than its tensor gets a strided view.
     """
-    pool = [
-        torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for size in page_sizes(groups, layers, dtype)
-    ]
-    caches: dict[str, Tensor] = {}
-    for group in groups:
-        for k, name in enumerate(group.layers):
-            cache = layers[name]
-            used = cache.bytes_per_token(dtype) * group.block_size
-            pages = pool[k][:, :used].view(dtype)
-            shape = (num_blocks, 2, group.block_size, cache.num_kv_heads, cache.head_dim)
-            caches[name] = pages.view(shape)
-    return caches
+    return {
+        name: layers[name].views(pages[k], group.block_size, dtype)
+        for group in groups
+        for k, name in enumerate(group.layers)
+    }

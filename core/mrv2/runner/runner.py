@@ -75,6 +75,7 @@ class Runner:
         self._sampling.flush()
         self._state.apply_staged_writes()
 
+        self._forward.copy_blocks(plan.copies)
         view = self._buffers.prepare(plan, self._requests, self._tables)
         hidden = self._forward.hidden(view)
         return PendingStep(plan=plan, view=view, hidden=hidden, needs=self._sampling.needs(plan.rows_np))

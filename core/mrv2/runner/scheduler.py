@@ -173,6 +173,8 @@ class Scheduler:
         computed = int(columns.computed_np[row])
         extend_hashes(request.hashes, request.hash_root, columns.tokens_np[row, :computed], self.kv.block_size)
         self.kv.commit(row, request.hashes, computed)
+        if columns.scheduled_ub_np[row] == computed:
+            self.kv.commit_last(row, request.hashes, computed)
         self.kv.release_row(row)
         self._rows.release(row)
         columns.open_np[row] = False
@@ -210,9 +212,11 @@ class Scheduler:
         rows_np = rows_np[: batch.budget]
         while True:
             missing_np = self.kv.missing_np(rows_np, self.columns.scheduled_ub_np[rows_np] + 1)
-            short = int(missing_np.sum()) * len(self.kv.groups) - self.kv.pool.num_free
+            short = int(missing_np.sum()) * self.kv.num_paged - self.kv.pool.num_free
             if short <= 0:
                 break
+            if self.kv.states.drop_pending():
+                continue
             if self._draining:  # their blocks come back; preempting more now would be for nothing
                 rows_np, missing_np = rows_np[missing_np == 0], missing_np[missing_np == 0]
                 break
@@ -228,11 +232,13 @@ class Scheduler:
             return
         columns = self.columns
         start = int(columns.scheduled_ub_np[row])
-        take = min(int(columns.total_ub_np[row]) - start, batch.budget, self._max_chunk)
+        take = self._chunk(start, int(columns.total_ub_np[row]), batch.budget)
         rows_np = np.array([row], np.int32)
         missing_np = self.kv.missing_np(rows_np, np.array([start + take], np.int32))
-        need = int(missing_np[0]) * len(self.kv.groups)
+        need = int(missing_np[0]) * self.kv.num_paged
         while need > self.kv.pool.num_free:
+            if self.kv.states.drop_pending():
+                continue
             # Decodes go first and may have taken the last blocks: only what came later and is idle gives way.
             victim = self._running[-1]
             if self._draining or victim == row or any(victim in part for part in batch.rows):
@@ -242,6 +248,17 @@ class Scheduler:
         self.kv.grow(rows_np, missing_np)
         batch.append(rows_np, np.array([take], np.int32))
 
+    def _chunk(self, start: int, total: int, budget: int) -> int:
+        """Tokens of a prompt of `total` to compute from `start` on. Where states are kept, a chunk ends at a block
+        edge if it can: at the last one that a hit could use, or where the budget ends.
+        """
+        end = min(total, start + min(budget, self._max_chunk))
+        if self.kv.keeps_states and self._chunked_prefill:
+            size = self.kv.block_size
+            edge = min(end, (total - 1) // size * size) // size * size
+            end = edge if edge > start else end
+        return end - start
+
     def _admit(self, batch: _Batch) -> bool:
         request = self._waiting[0]
         if request.row is not None or not self._rows.num_free:  # still draining, or the table is full
@@ -249,9 +266,9 @@ class Scheduler:
         total = len(request.tokens_np)
         hit = self.kv.find_prefix(request.hashes, (total - 1) // self.kv.block_size)
         shared = [block for blocks in hit.blocks for block in blocks if block]
-        need = self.kv.blocks_for(total) - self.kv.blocks_for(hit.num_tokens)
+        need = self.kv.blocks_for(total) - self.kv.blocks_for(hit.num_tokens) + len(self.kv.states)
         # Room for the next growth of what runs already, or the newcomer would soon be preempted again.
-        need += min(len(self._running) * len(self.kv.groups), self.kv.pool.num_usable // 20)
+        need += min(len(self._running) * self.kv.num_paged, self.kv.pool.num_usable // 20)
         if need > self.kv.pool.num_free - self.kv.pool.num_free_of(shared):
             return False
         if not self._chunked_prefill and total - hit.num_tokens > batch.budget:
@@ -267,7 +284,7 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
             self.stats.cached_tokens += hit.num_tokens
         batch.added.append((row, request.data(hit.num_tokens)))
-        take = min(total - hit.num_tokens, batch.budget, self._max_chunk)
+        take = self._chunk(hit.num_tokens, total, batch.budget)
         rows_np = np.array([row], np.int32)
         self.kv.grow(rows_np, self.kv.missing_np(rows_np, np.array([hit.num_tokens + take], np.int32)))
         batch.append(rows_np, np.array([take], np.int32))
@@ -281,6 +298,7 @@ class Scheduler:
             order_np = np.argsort(takes_np != 1, kind="stable")
             rows_np, takes_np = rows_np[order_np], takes_np[order_np]
         columns = self.columns
+        self._keep_states(rows_np)
         columns.scheduled_ub_np[rows_np] += takes_np
         columns.total_ub_np[rows_np] += columns.scheduled_ub_np[rows_np] == columns.total_ub_np[rows_np]
         columns.in_flight_np[rows_np] += 1
@@ -298,9 +316,20 @@ class Scheduler:
             num_tokens=int(takes_np.sum()),
             max_query_len=int(takes_np.max()),
             max_seq_len=int(columns.scheduled_ub_np[rows_np].max()),
+            copies=self.kv.states.take_copies(),
         )
         self._removed.clear()
         return plan
+
+    def _keep_states(self, rows_np: Rows) -> None:
+        """Keep the states of rows whose next step starts at a block edge."""
+        if not self.kv.keeps_states:
+            return
+        blocks_np, rest_np = np.divmod(self.columns.scheduled_ub_np[rows_np], self.kv.block_size)
+        for i in np.nonzero((rest_np == 0) & (blocks_np > 0))[0]:
+            row = int(rows_np[i])
+            confirmed = int(self.columns.computed_np[row]) // self.kv.block_size
+            self.kv.states.keep(row, int(blocks_np[i]), self._request_at(row).hashes, confirmed)
 
     # -- outputs -------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class SyncRunner:
         self._sampling.flush()
         self._state.apply_staged_writes()
 
+        self._forward.copy_blocks(plan.copies)
         view = self._view(plan)
         logits = self._forward.logits(self._forward.hidden(view), view)
         sampled = self._sampler(logits, view.rows, view.seq_lens.long(), self._sampling.needs(plan.rows_np))
@@ -109,7 +110,7 @@ class SyncRunner:
             token_to_i += [i] * take
             for g, group in enumerate(self._groups):
                 size, blocks = group.block_size, entry.blocks[g]
-                slots[g] += [blocks[p // size] * size + p % size for p in span]
+                slots[g] += [-1] * take if group.states else [blocks[p // size] * size + p % size for p in span]
         starts = np.concatenate(([0], np.cumsum(takes)))
         return StepView(
             num_reqs=len(rows),

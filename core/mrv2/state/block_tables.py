@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockTables:
-    """Block ids per request and KV group.
+    """Block ids per request and KV group; of a group of states one per request, its slot.
 
     A row isn't cleared when its request leaves: entries past a request's blocks are stale ids of earlier
     ones, and no step reads past `seq_lens`. Block 0 is scratch.
@@ -26,7 +26,9 @@ class BlockTables:
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
         self._max_rows = limits.max_rows
         self._sizes = [group.block_size for group in groups]
-        self._widths = [-(-limits.max_model_len // size) for size in self._sizes]
+        self._widths = [1 if group.states else -(-limits.max_model_len // group.block_size) for group in groups]
+        self._num_paged = sum(not group.states for group in groups)
+        assert not any(group.states for group in groups[: self._num_paged]), "groups of states come last"
         count, width, device = len(groups), max(self._widths, default=1), limits.device
         # One column holds all groups, one after the other, so that one kernel serves them all.
         self._column = StagedColumn((count * limits.max_rows, width), dtype=torch.int32, device=device)
@@ -82,18 +84,18 @@ class BlockTables:
             positions: [num_tokens] int64.
 
         Returns:
-            Per group, a view [num_tokens] int64 of a persistent buffer.
+            Per group, a view [num_tokens] int64 of a persistent buffer; all -1 for a group of states.
         """
-        if not self._sizes:
-            return ()
+        n = self._num_paged
         slots = self._slots[:, : token_to_i.shape[0]]
-        compute_slot_mappings(
-            tables=self._tables,
-            block_sizes=self._block_sizes,
-            rows=rows,
-            active=active,
-            token_to_i=token_to_i,
-            positions=positions,
-            slots=slots,
-        )
+        if n:
+            compute_slot_mappings(
+                tables=self._tables[:n],
+                block_sizes=self._block_sizes[:n],
+                rows=rows,
+                active=active,
+                token_to_i=token_to_i,
+                positions=positions,
+                slots=slots[:n],
+            )
         return tuple(slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,21 @@ class BlockWrites:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopies:
+    """Whole blocks to copy before anything else of the step: states to and from the prefix cache.
+
+    No block is in both lists, and no target is named twice, so the order doesn't matter.
+    """
+
+    sources: NDArray[np.int32]  # [num_copies]
+    targets: NDArray[np.int32]  # [num_copies]
+
+
+def _no_copies() -> BlockCopies:
+    return BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. Requests with one query token come first, so that decode attention is one batch."""
 
@@ -37,6 +52,7 @@ class StepPlan:
     num_tokens: int
     max_query_len: int
     max_seq_len: int  # upper bound over the batch, this step included
+    copies: BlockCopies = field(default_factory=_no_copies)
 
     @property
     def num_reqs(self) -> int:

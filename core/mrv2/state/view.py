@@ -55,8 +55,8 @@ class StepView:
     positions: Tensor  # [num_tokens] int64
     token_to_i: Tensor  # [num_tokens] int32, batch position of each token; -1 for padding
     logits_indices: Tensor  # [num_reqs] int64, token index of each request's last token; 0 for padding
-    block_tables: tuple[Tensor, ...]  # per KV group [num_reqs, max_blocks] int32
-    slot_mappings: tuple[Tensor, ...]  # per KV group [num_tokens] int64
+    block_tables: tuple[Tensor, ...]  # per KV group [num_reqs, max_blocks] int32; of states [num_reqs, 1]
+    slot_mappings: tuple[Tensor, ...]  # per KV group [num_tokens] int64; all -1 for a group of states
     table: TableView
 
 
@@ -64,7 +64,8 @@ class StepView:
 class CacheMeta:
     """What an attention layer or an adapter's own kernel gets for one KV group in one step.
 
-    Slot and block 0 are scratch: padding points there, and writing there is legal.
+    Slot and block 0 are scratch: padding points there, and writing there is legal. Tensors keep their addresses
+    from step to step.
     """
 
     num_reqs: int  # padded
@@ -78,6 +79,9 @@ class CacheMeta:
     block_table: Tensor  # [num_reqs, max_blocks] int32
     block_size: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # from `ModelState.attn_extras`
+    state_slots: Tensor | None = None  # groups of states: [num_reqs, 1 + drafts] int32
+    read_col: Tensor | None = None  # with drafts: [num_reqs] int32, column with the state after the accepted tokens
+    verify: Tensor | None = None  # with drafts: [num_reqs] bool, keep the state after token t in column t
 
     @property
     def computed(self) -> Tensor:

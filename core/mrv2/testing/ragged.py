@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mrv2.attn.backend import AttentionBackend, select_backend
-from mrv2.attn.groups import KVGroup, make_groups
+from mrv2.attn.groups import BoundCache, KVGroup, make_groups
 from mrv2.layers.context import NativeContext
-from mrv2.layers.native import NativeLayers, check_names
+from mrv2.layers.native import NativeLayers, check_names, check_recurrent
 from mrv2.loader.weights import load_weights
 from mrv2.state.view import CacheMeta
 
@@ -33,6 +33,7 @@ def build_native(
     layers = NativeLayers()
     model: nn.Module = model_class(layers, config)
     check_names(model, layers)
+    check_recurrent(model, layers)
     load_weights(model, tensors, model_class.weight_map)
     layers.finalize(model)
     return model, layers
@@ -99,7 +100,7 @@ class RaggedBatch:
         left = len(request.token_ids) - request.computed
         return left if chunks is None else min(left, chunks[(request.index + request.num_steps) % len(chunks)])
 
-    def _allocate(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _allocate(self, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], dict[str, BoundCache]]:
         """Block table per group [num_prompts, max_blocks], and cache per layer."""
         block_size = self.groups[0].block_size
         max_blocks = max(-(-len(p) // block_size) for p in prompts)
@@ -109,14 +110,15 @@ class RaggedBatch:
             group.name: order[g * per_group : (g + 1) * per_group].view(-1, max_blocks).int().to(self.device)
             for g, group in enumerate(self.groups)
         }
-        caches = {}
+        caches: dict[str, BoundCache] = {}
         for name, spec in self.layers.caches.items():
-            shape = (len(order) + 1, 2, block_size, spec.num_kv_heads, spec.head_dim)
-            caches[name] = torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)
+            shape = (len(order) + 1, spec.bytes_per_block(block_size, self.dtype))
+            pages = torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device)  # NaN in every dtype
+            caches[name] = spec.views(pages, block_size, self.dtype)
         return tables, caches
 
     def _step(
-        self, step: list[tuple[_Request, int]], tables: dict[str, Tensor], caches: dict[str, Tensor], padding: int
+        self, step: list[tuple[_Request, int]], tables: dict[str, Tensor], caches: dict[str, BoundCache], padding: int
     ) -> None:
         lens = [n for _, n in step]
         ids = [r.token_ids[r.computed + j] for r, n in step for j in range(n)] + [0] * padding
@@ -136,11 +138,15 @@ class RaggedBatch:
 
     def _meta(self, step: list[tuple[_Request, int]], table: Tensor, group: KVGroup, padding: int) -> CacheMeta:
         size = group.block_size
-        slots = [
-            int(table[r.index, p // size]) * size + p % size for r, n in step for p in range(r.computed, r.computed + n)
-        ]
+        if group.states:
+            table = table[:, :1]
+            slots = [-1] * sum(n for _, n in step)
+        else:
+            places = [(r.index, p) for r, n in step for p in range(r.computed, r.computed + n)]
+            slots = [int(table[i, p // size]) * size + p % size for i, p in places]
         ends = torch.tensor([0] + [n for _, n in step] + [0] * padding).cumsum(0)
         rows = table[[r.index for r, _ in step]]
+        rows = torch.cat((rows, rows.new_zeros(padding, rows.shape[1])))
         seq_lens = [r.computed + n for r, n in step]
         return CacheMeta(
             num_reqs=len(step) + padding,
@@ -151,8 +157,9 @@ class RaggedBatch:
             query_start_loc=ends.int().to(self.device),
             seq_lens=self._int32(seq_lens + [0] * padding),
             slot_mapping=torch.tensor(slots + [-1] * padding, device=self.device),
-            block_table=torch.cat((rows, rows.new_zeros(padding, rows.shape[1]))),
+            block_table=rows,
             block_size=size,
+            state_slots=rows if group.states else None,
         )
 
     def _int32(self, values: list[int]) -> Tensor:

@@ -31,6 +31,7 @@ CLASSES = (
     "mrv2.layers.causal_lm:DecoderBlock",
     "mrv2.layers.base:ModelClass",
     "mrv2.layers.base:StepContext",
+    "mrv2.layers.custom:CacheKernel",
     "mrv2.model_state.base:ModelState",
     "mrv2.model_state.default:DefaultModelState",
     "mrv2.model_state.parts:InputPart",
@@ -40,10 +41,14 @@ CLASSES = (
 
 DATACLASSES = (
     "mrv2.api:RequestData",
+    "mrv2.attn.specs:CacheTensor",
+    "mrv2.attn.specs:PerRequest",
+    "mrv2.attn.specs:PerToken",
     "mrv2.context:AdapterContext",
     "mrv2.layers.base:Slot",
     "mrv2.layers.base:WeightMap",
     "mrv2.sample.params:SamplingParams",
+    "mrv2.state.plan:BlockCopies",
     "mrv2.state.plan:BlockWrites",
     "mrv2.state.plan:StepPlan",
     "mrv2.state.view:CacheMeta",
@@ -52,6 +57,13 @@ DATACLASSES = (
     "mrv2.state.view:TableView",
 )
 """Data whose fields adapters read or fill in."""
+
+
+FUNCTIONS = tuple(
+    f"mrv2.layers:{name}"
+    for name in ("fresh", "load_state", "read_tokens", "rope_parameters", "steps", "store_state", "write_tokens")
+)
+"""Functions that adapters call."""
 
 
 def surface(families: Sequence[str]) -> dict[str, Any]:
@@ -72,6 +84,7 @@ def surface(families: Sequence[str]) -> dict[str, Any]:
         "manifest": {name: _annotation(f.annotation) for name, f in Manifest.model_fields.items()},
         "capabilities": sorted(Capability),
         "classes": {path: describe_class(_load(path)) for path in CLASSES},
+        "functions": {path: signature_text(_load(path)) for path in FUNCTIONS},
         "dataclasses": {path: describe_fields(_load(path)) for path in DATACLASSES},
         "adapters": {name: describe_family(name) for name in sorted(families)},
     }
@@ -157,10 +170,9 @@ def _annotation(annotation: object) -> str:
     return annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
 
 
-def _load(path: str) -> type:
+def _load(path: str) -> Any:
     module, _, name = path.partition(":")
-    cls: type = getattr(importlib.import_module(module), name)
-    return cls
+    return getattr(importlib.import_module(module), name)
 
 
 def main(argv: Sequence[str]) -> int:
