@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mrv2.runner.build import EngineConfig, assemble, load
+from mrv2.runner.request import FinishReason
 from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams
 from recurrent import reference
@@ -62,10 +63,10 @@ class Sample:
         poison(parts)
         return parts
 
-    def run(self, parts, prompts, n=10, *, depth=1, preempt=None):
-        """Generate greedily. `preempt`: before which step to preempt whom, by order of arrival."""
+    def run(self, parts, prompts, n=10, *, depth=1, preempt=None, abort=None, stop=()):
+        """Generate greedily. `preempt`, `abort`: before which step and whom, by order of arrival."""
         scheduler, runner = parts.engine.scheduler, parts.engine._runner
-        params = SamplingParams(temperature=0, max_tokens=n, logprobs=0)
+        params = SamplingParams(temperature=0, max_tokens=n, logprobs=0, stop_token_ids=tuple(stop))
         requests = [parts.intake.request(f"{scheduler._step_id}-{i}", p, params) for i, p in enumerate(prompts)]
         got = {r.req_id: [] for r in requests}
         for r in requests:
@@ -75,11 +76,15 @@ class Sample:
             for k in sorted((preempt or {}).get(step, ()), reverse=True):
                 if k < scheduler.num_running:
                     scheduler._preempt(scheduler._running[k])
+            for k in sorted((abort or {}).get(step, ()), reverse=True):
+                if k < scheduler.num_running:
+                    scheduler.end(scheduler._request_at(scheduler._running[k]).req_id, FinishReason.ABORT)
             step += 1
             plan = scheduler.plan() if len(in_flight) < depth else None
             if plan is not None:
                 sync = isinstance(runner, SyncRunner)
                 in_flight.append((plan, runner.step(plan) if sync else runner.finish(runner.begin(plan))))
+            assert in_flight or not scheduler.has_work, "requests wait, and no step can run"
             if in_flight and (plan is None or len(in_flight) == depth):
                 plan, output = in_flight.popleft()
                 events = scheduler.update(plan, output if isinstance(runner, SyncRunner) else output.wait())
@@ -96,9 +101,11 @@ class Sample:
         """Largest difference of a log-probability from the reference's; NaN counts as infinite."""
         worst = 0.0
         for r in results:
+            if not r.tokens:  # aborted
+                continue
             ids = (*r.prompt, *r.tokens)
             want = self.logprobs(ids)[len(r.prompt) - 1 : -1]
-            assert len(r.logprobs) == len(r.tokens) > 0
+            assert len(r.logprobs) == len(r.tokens)
             # The sampled token's, and the best token's: a wrong choice shows in the second.
             for best in (want.gather(1, torch.tensor(r.tokens)[:, None])[:, 0], want.max(1).values):
                 gap = (torch.tensor(r.logprobs) - best).abs().nan_to_num(nan=float("inf")).max().item()

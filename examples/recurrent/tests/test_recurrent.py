@@ -129,6 +129,17 @@ def test_a_checkpoint_serves_many_and_is_never_run_in(any_sample):
         assert any_sample.worst(results) < TOLERANCE
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_an_aborted_request_computed_unseen_is_not_shared(sample, depth):
+    one = sample("states-only")
+    for at in range(2, 12):
+        parts = one.engine()
+        (prompt,) = prompts_of([6])
+        first = one.run(parts, [prompt], n=20, depth=depth, abort={at: [0]})
+        second = one.run(parts, [prompt + first[0].tokens + [5, 6, 7]], depth=depth)
+        assert one.worst(first + second) < TOLERANCE
+
+
 # -- preemption --------------------------------------------------------------------------------------------
 
 
@@ -160,9 +171,10 @@ def test_one_request_may_fill_the_cache_whatever_is_cached(any_sample):
     groups = any_sample.engine().engine.scheduler.kv.groups
     parts = any_sample.engine(num_blocks=1 + 7 * len(groups), max_model_len=64)
     capacity = min(parts.engine.scheduler.kv.capacity, 64)
-    for length in (capacity - 1, capacity - 1, capacity - BLOCK - 1):
-        (prompt,) = prompts_of([length])
-        assert any_sample.worst(any_sample.run(parts, [prompt], n=10)) < TOLERANCE
+    (prompt,) = prompts_of([capacity])
+    # The first leaves a checkpoint; the second needs all there is, and that checkpoint until it is copied.
+    for length, n in ((capacity - 3 * BLOCK, 1), (capacity - 1, 10), (capacity - 1, 10), (capacity - BLOCK - 1, 10)):
+        assert any_sample.worst(any_sample.run(parts, [prompt[:length]], n)) < TOLERANCE
 
 
 # -- controls: faults that the comparison has to see -------------------------------------------------------
@@ -247,9 +259,11 @@ def test_control_checkpoints(sample, monkeypatch, fault):
     prefix_caching=st.booleans(),
     rounds=st.lists(
         st.tuples(
-            st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=6),  # prompts
+            st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6),  # prompts
             st.integers(1, 14),  # tokens
             st.dictionaries(st.integers(1, 25), st.lists(st.integers(0, 3), max_size=2), max_size=6),  # preemptions
+            st.dictionaries(st.integers(1, 25), st.lists(st.integers(0, 3), max_size=2), max_size=3),  # aborts
+            st.lists(st.integers(0, 60), max_size=4),  # stop tokens
         ),
         min_size=1,
         max_size=3,
@@ -266,10 +280,17 @@ def test_any_schedule(any_sample, depth, chunk, blocks, prefix_caching, rounds):
         runner="async" if depth else "sync",
     )
     room = parts.engine.scheduler.kv.capacity - 1
-    for prompts, n, preempt in rounds:
-        # Prompts of few kinds, so that prefixes are shared.
-        prompts = [[(kind * 17 + i * (1 + kind)) % 61 for i in range(min(length, room))] for kind, length in prompts]
-        results = any_sample.run(parts, prompts, n, depth=depth or 1, preempt=preempt)
+    before = [[1]]
+    for prompts, n, preempt, abort, stop in rounds:
+        # Prompts of few kinds, so that prefixes are shared; the last kind goes on from what was generated.
+        prompts = [
+            [*before[length % len(before)], length][:room]
+            if kind == 3
+            else [(kind * 17 + i * (1 + kind)) % 61 for i in range(min(length, room))]
+            for kind, length in prompts
+        ]
+        results = any_sample.run(parts, prompts, n, depth=depth or 1, preempt=preempt, abort=abort, stop=stop)
+        before = [r.prompt + r.tokens for r in results]
         assert any_sample.worst(results) < TOLERANCE
 
 
