@@ -70,10 +70,14 @@ class NativeContext:
 
     # -- for the native layers ---------------------------------------------------------------------------
 
-    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: str, q: Tensor, k: Tensor | None, v: Tensor | None, args: AttentionArgs) -> Tensor:
         """Write this layer's keys and values, and attend; shapes as in `AttentionBackend.attend`."""
         meta = self._attn[self._group_of[layer]]
         return self._backend.attend(q, k, v, cache=self._caches[layer], meta=meta, args=args, memo=self._memo)
+
+    def cache_of(self, layer: str) -> tuple[Tensor, Tensor]:
+        """This layer's cache, and the slot of each of the step's tokens in it; shapes as in `CacheMeta`."""
+        return self._caches[layer], self._attn[self._group_of[layer]].slot_mapping
 
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""
