@@ -9,6 +9,10 @@ from mrv2.testing import interpret_kernels
 interpret_kernels()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the runner's tests run: cpu (default) or cuda")
+
+
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory):
     """Folder of a tiny model with a byte-level tokenizer and a chat template: its text is mostly not UTF-8."""

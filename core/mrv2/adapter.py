@@ -207,11 +207,12 @@ def require(capability: Capability | str, host: Host, entry: AdapterEntry, *, se
         return
     has = "no host" if support == "no" else f"host {support} only"
     asked = f"{setting} asks for {wanted}" if setting else f"{wanted} is asked for"
-    off = f"turn {setting} off" if setting else f"don't ask for {wanted}"
+    off = f"do without {setting}" if setting else f"don't ask for {wanted}"
+    declare = f', or declare {wanted} = "{host}" in adapter.toml if the adapter can do it'
     raise UnsupportedError(
         f"{asked}, which adapter {entry.name} declares for {has}, not for host {host}",
         where=entry.where,
-        fix=off if support == "no" else f"{off}, or run in host {support}",
+        fix=f"{off}{declare}" if support == "no" else f"{off}, or run in host {support}",
     )
 
 

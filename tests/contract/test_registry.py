@@ -408,7 +408,7 @@ def test_capabilities_are_required_per_host(local_site):
                 continue
             with pytest.raises(errors.UnsupportedError, match=f"{capability}.*acme.*{hosts[0]} only") as caught:
                 require(capability, host, entry, setting="--it")
-            assert caught.value.fix == f"turn --it off, or run in host {hosts[0]}"
+            assert caught.value.fix == f"do without --it, or run in host {hosts[0]}"
     for capability in ("quantization", "multimodal"):
         with pytest.raises(errors.UnsupportedError, match="no host"):
             require(capability, "native", entry)

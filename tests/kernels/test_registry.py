@@ -112,24 +112,25 @@ def run_python(code, **more):
 
 CODE = """
 import torch
-from mrv2.kernels import compute_query_start_loc as k
+from mrv2.kernels import gated_act as k
 ran = []
 launch, twin = k.triton, k.twin
 k.triton = lambda **kw: (ran.append("triton"), launch(**kw))
 k.twin = lambda **kw: (ran.append("twin"), twin(**kw))
-out = torch.zeros(4, dtype=torch.int32)
-k(query_lens=torch.tensor([2, 0, 5], dtype=torch.int32), query_start_loc=out)
+out = torch.zeros(1, 2)
+k(gate_up=torch.tensor([[-1.0, 2.0, 3.0, 4.0]]), act="relu", out=out)
 print(*ran, out.tolist())
 """
 
 
 def test_the_interpreter_runs_when_asked_for():
-    assert run_python(CODE, TRITON_INTERPRET="1").stdout == "triton [0, 2, 2, 7]\n"
-    assert run_python(CODE).stdout == "twin [0, 2, 2, 7]\n"
+    for more, ran in (({"TRITON_INTERPRET": "1"}, "triton"), ({}, "twin")):
+        done = run_python(CODE, **more)
+        assert done.stdout == f"{ran} [[0.0, 8.0]]\n", done.stderr
 
 
 def test_kernels_work_without_triton():
-    assert run_python("import sys; sys.modules['triton'] = None" + CODE).stdout == "twin [0, 2, 2, 7]\n"
+    assert run_python("import sys; sys.modules['triton'] = None" + CODE).stdout == "twin [[0.0, 8.0]]\n"
 
 
 def test_interpreting_too_late_is_refused():

@@ -6,7 +6,6 @@ import torch
 
 from mrv2.kernels import (
     apply_staged_writes,
-    compute_query_start_loc,
     compute_slot_mappings,
     copy_blocks,
     gather_block_tables,
@@ -33,25 +32,6 @@ def ragged_batch(rng, *, max_rows=12, max_len=600):
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)])
     num_tokens = int(starts[-1] + rng.integers(0, 300))
     return rows, lens, starts, num_tokens
-
-
-# -- query_start_loc -------------------------------------------------------------------------------------
-
-
-def query_start_inputs(rng):
-    n = int(rng.choice([1, 2, 37, 1024, 1025, 2500]))
-    return {"query_lens": ints(rng, 0, 5, n), "query_start_loc": torch.zeros(n + 1, dtype=torch.int32)}
-
-
-def test_query_start_loc_kernel_equals_twin():
-    check_kernel(compute_query_start_loc, query_start_inputs, outputs=("query_start_loc",))
-
-
-def test_query_start_loc_twin_equals_numpy():
-    inputs = query_start_inputs(np.random.default_rng(0))
-    compute_query_start_loc(**inputs)
-    want = np.concatenate([[0], np.cumsum(inputs["query_lens"].numpy())])
-    np.testing.assert_array_equal(inputs["query_start_loc"].numpy(), want)
 
 
 # -- prepare_inputs --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mrv2.errors import SlotError, WeightsError
+from mrv2.errors import LayerArgumentError, SlotError, WeightsError
 from mrv2.layers.base import PARAM_SLOT, Slot, WeightMap
 from mrv2.loader.weights import collect_slots, load_weights
 
@@ -186,3 +186,21 @@ def test_a_load_succeeds_only_without_any_defect_and_names_every_one(missing, mi
         load_weights(net, order, WeightMap(), num_layers=2)
     for name in bad:
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda pairs: None, lambda pairs: iter([1]), lambda pairs: ((1, 2, 3) for _ in pairs), lambda pairs: 1 / 0],
+)
+def test_a_transform_that_fails_is_named(transform):
+    class Model(nn.Module):
+        weight_map = WeightMap(transform=transform)
+
+    with pytest.raises(WeightsError, match="transform failed"):
+        load_weights(Model(), iter([("a", torch.ones(1))]), Model.weight_map)
+
+
+@pytest.mark.parametrize("rename", [(r"^blk", "layers"), [("a", "b")], (("a", "b", "c"),), (("^nf($", "x"),)])
+def test_a_weight_map_is_checked_when_it_is_made(rename):
+    with pytest.raises(LayerArgumentError, match=r"rename=|is no regex"):
+        WeightMap(rename=rename)

@@ -59,30 +59,42 @@ class Tiny:
     loaded: LoadedModel
     oracle: NaiveGreedy
     path: str
-    defaults: dict = field(default_factory=lambda: {"max_num_seqs": 8, "max_num_tokens": 64, "device": "cpu"})
+    device: str = "cpu"
+    defaults: dict = field(default_factory=lambda: {"max_num_seqs": 8, "max_num_tokens": 64})
 
     def engine(self, **settings):
-        return assemble(self.loaded, EngineConfig(**(self.defaults | settings)))
+        return assemble(self.loaded, EngineConfig(**(self.defaults | {"device": self.device} | settings)))
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """tiny(name) -> Tiny."""
+def tiny(tmp_path_factory, pytestconfig):
+    """tiny(name, device) -> Tiny; by default on the device of `--device`. The oracle always runs on the CPU."""
 
     @cache
-    def make(name):
+    def checkpoint(name):
         folder = tmp_path_factory.mktemp(name) / "model"
         if isinstance(CONFIGS[name], TidalConfig):
             reference.make_checkpoint(folder, CONFIGS[name], seed=3)
-            loaded = load(str(folder), EngineConfig(device="cpu"), [str(EXAMPLES / "recurrent")])
-            return Tiny(loaded, NaiveGreedy(reference.Reference(folder).next_logits), str(folder))
+            return folder, NaiveGreedy(reference.Reference(folder).next_logits), [str(EXAMPLES / "recurrent")]
         make_checkpoint(folder, CONFIGS[name], seed=3)
-        return Tiny(load(str(folder), EngineConfig(device="cpu")), NaiveGreedy.from_transformers(folder), str(folder))
+        return folder, NaiveGreedy.from_transformers(folder), []
 
-    return make
+    @cache
+    def make(name, device):
+        folder, oracle, adapters = checkpoint(name)
+        loaded = load(str(folder), EngineConfig(device=device, dtype="float32"), adapters)
+        return Tiny(loaded, oracle, str(folder), device)
+
+    return lambda name, device=None: make(name, device or pytestconfig.getoption("--device"))
 
 
 @pytest.fixture(params=CONFIGS)
 def any_tiny(request, tiny):
     """Each architecture in turn."""
     return tiny(request.param)
+
+
+@pytest.fixture(params=CONFIGS)
+def cuda_tiny(request, tiny):
+    """Each architecture in turn, on a GPU."""
+    return tiny(request.param, "cuda")

@@ -33,8 +33,8 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         cache: Tensor,
         meta: CacheMeta,
@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
 
         Args:
             q: [num_tokens, num_heads, head_dim].
-            k: [num_tokens, num_kv_heads, head_dim].
+            k: [num_tokens, num_kv_heads, head_dim]; None, and then `v` is too: the caller has written both.
             v: as `k`.
             cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], keys then values; the last three axes
                 are contiguous, the first two may have any strides. Written in place at `meta.slot_mapping`;
@@ -68,6 +68,10 @@ def select_backend(device: torch.device) -> AttentionBackend:
         from mrv2.attn.cpu import CpuAttention
 
         return CpuAttention()
+    if device.type == "cuda":
+        from mrv2.attn.triton import TritonAttention
+
+        return TritonAttention()
     from mrv2.attn.reference import ReferenceAttention
 
     return ReferenceAttention()

@@ -27,8 +27,8 @@ class CpuAttention:
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         cache: Tensor,
         meta: CacheMeta,
@@ -43,8 +43,9 @@ class CpuAttention:
             plan = memo[key] = make_plan(
                 layout, meta, args.window, num_tokens=q.shape[0], dtype=q.dtype, scratch=self._scratch
             )
-        flat.index_copy_(0, plan.key_rows, k.reshape(-1, layout.unit))
-        flat.index_copy_(0, plan.value_rows, v.reshape(-1, layout.unit))
+        if k is not None and v is not None:
+            flat.index_copy_(0, plan.key_rows, k.reshape(-1, layout.unit))
+            flat.index_copy_(0, plan.value_rows, v.reshape(-1, layout.unit))
 
         if plan.complete and len(plan.decodes) == 1 and not plan.prefills:
             return _decode(q, flat, plan.decodes[0], args)

@@ -83,6 +83,7 @@ COMMANDS: Mapping[str, Command] = {
         "mrv2.cli.catalog:command",
         "List the adapters that catalogues know, and how to install them.",
         ("mrv2 catalog", "MRV2_CATALOG=team.json mrv2 catalog --json"),
+        wrong="the engine or an adapter's code failed",
     ),
 }
 """Every command, in the order of the help."""

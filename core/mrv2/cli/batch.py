@@ -34,14 +34,14 @@ class Job:
 
 
 def read_stdin() -> str:
-    """The prompt from standard input.
+    """The prompt from standard input, without the line break that ends a text file.
 
     Raises:
         InputFileError: it is a terminal, or not UTF-8.
     """
     if sys.stdin.isatty():
         raise InputFileError("there is no prompt", where="mrv2 generate", fix="give PROMPT, --input, or pipe a text in")
-    return _decode(sys.stdin.buffer.read(), "standard input")
+    return _decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
 
 
 def jobs_from_text(text: str, params: SamplingParams, *, chat: bool, system: str | None) -> list[Job]:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, hub id, or a bundled name: smollm2.")]
 PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="Text; without it, standard input is read.")]
-Input = Annotated[Path | None, typer.Option("--input", "-i", help="JSONL: a prompt or messages on each line.")]
+Input = Annotated[
+    Path | None,
+    typer.Option(
+        "--input",
+        "-i",
+        help='JSONL, a line each: {"prompt": "text"}, {"prompt": [1, 2]} (token ids) or {"messages": […]}.',
+    ),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write results here instead of standard output.")]
 Chat = Annotated[bool, typer.Option("--chat/--raw", help="Wrap the prompt in the chat template, or take it as it is.")]
 System = Annotated[str | None, typer.Option("--system", help="System message, with --chat.")]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 import torch
 from torch import Tensor, nn
 
+from mrv2.errors import LayerArgumentError
+
 if TYPE_CHECKING:
     from mrv2.attn.specs import PerRequest, PerToken
     from mrv2.layers.custom import CacheKernel
@@ -220,13 +222,32 @@ class WeightMap:
     Args:
         rename: (regex, replacement) pairs, applied to each name in order.
         ignored: regexes of checkpoint tensors that the model doesn't use.
-        transform: for a private format: takes an iterator of (name, tensor) after renaming and yields what
-            the slots expect (split, merged, transposed, permuted).
+        transform: for a private format: a generator that takes an iterator of (name, tensor) after renaming and
+            yields (name, tensor) as the slots expect them (split, merged, transposed, permuted).
     """
 
     rename: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     transform: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] | None = None
+
+    def __post_init__(self) -> None:
+        pairs = self.rename if isinstance(self.rename, tuple) else None
+        whole = pairs is not None and all(
+            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs
+        )
+        if not whole or not isinstance(self.ignored, tuple):
+            raise LayerArgumentError(
+                f"rename={self.rename!r}, ignored={self.ignored!r}: not tuples of (regex, replacement) and of regexes",
+                where="WeightMap",
+                fix='mind the commas: rename=((r"^blk", "layers"),)',
+            )
+        for pattern in (*(pair[0] for pair in self.rename), *self.ignored):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise LayerArgumentError(
+                    f"{pattern!r} is no regex: {error}", where="WeightMap", fix="correct it"
+                ) from error
 
     def canonical(self, name: str) -> str | None:
         """Our name of the checkpoint's `name`, or None when it is ignored."""

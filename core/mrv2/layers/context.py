@@ -72,7 +72,7 @@ class NativeContext:
 
     # -- for the native layers ---------------------------------------------------------------------------
 
-    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+    def attend(self, layer: str, q: Tensor, k: Tensor | None, v: Tensor | None, args: AttentionArgs) -> Tensor:
         """Write this layer's keys and values, and attend; shapes as in `AttentionBackend.attend`."""
         meta = self._attn[self._group_of[layer]]
         cache = cast(Tensor, self._caches[layer])
@@ -81,6 +81,10 @@ class NativeContext:
     def own_cache(self, name: str) -> tuple[Mapping[str, Tensor], CacheMeta]:
         """The tensors of an adapter's own cache, and this step's metadata of its group."""
         return cast(Mapping[str, Tensor], self._caches[name]), self._attn[self._group_of[name]]
+
+    def cache_of(self, layer: str) -> tuple[Tensor, Tensor]:
+        """This layer's cache, and the slot of each of the step's tokens in it; shapes as in `CacheMeta`."""
+        return self._caches[layer], self._attn[self._group_of[layer]].slot_mapping
 
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""

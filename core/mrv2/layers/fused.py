@@ -1,12 +1,17 @@
-"""The native fused layers: compositions of the small ones, with the shortcuts that their order allows."""
+"""The native fused layers: compositions of the small ones, with the shortcuts that their order allows.
+
+On a GPU launches are what costs, and fused kernels take the place of everything between the products; on a CPU
+PyTorch's own operations are quicker than anything composed of loops over tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from mrv2.kernels.gated_act import ACTIVATIONS, gated_act
+from mrv2.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from mrv2.layers.base import Stream
 from mrv2.layers.linear import Linear, PackedLinear
 from mrv2.layers.rotary import Rotary, rotate
@@ -42,6 +47,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending; `positions` [num_tokens]."""
+        if h.x.is_cuda:
+            return self.forward_fused(h, positions, ctx)
         norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self._own
         x, residual = norm.add(h)
         num_q, num_kv = args.num_heads, args.num_kv_heads
@@ -56,23 +63,57 @@ class SelfAttention(nn.Module):
         out = ctx.attend(name, q, k, v, args).reshape(-1, num_q * args.head_dim)
         return Stream(o_proj.project(out), residual)
 
+    def forward_fused(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
+        """The same, with one kernel from the packed projection to the cache."""
+        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self._own
+        x, residual = norm.add_fused(h)
+        qkv = qkv_proj.project(x)
+        angles = ctx.angles(rotary.table, positions, qkv.dtype)
+        q_norm, k_norm = qk_norms or (None, None)
+        cache, slot_mapping = ctx.cache_of(name)
+        q = qkv.new_empty(qkv.shape[0], args.num_heads, args.head_dim)
+        qk_norm_rope_cache(
+            qkv=qkv,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            q_eps=0.0 if q_norm is None else q_norm.eps,
+            k_eps=0.0 if k_norm is None else k_norm.eps,
+            cos=angles.cos[:, 0],
+            sin=angles.sin[:, 0],
+            slot_mapping=slot_mapping,
+            cache=cache,
+            q=q,
+        )
+        out = ctx.attend(name, q, None, None, args).reshape(-1, args.num_heads * args.head_dim)
+        return Stream(o_proj.project(out), residual)
+
 
 class GatedMLP(nn.Module):
     """See `LayerSet.gated_mlp`."""
 
-    def __init__(
-        self, *, norm: RMSNorm, gate_up_proj: PackedLinear, down_proj: Linear, act: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, *, norm: RMSNorm, gate_up_proj: PackedLinear, down_proj: Linear, act: str) -> None:
         super().__init__()
         self.norm = norm
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
-        self.act = act
+        self.act = act  # a key of ACTIVATIONS
+        self._act = ACTIVATIONS[act]
         self._own = (norm, gate_up_proj, down_proj)  # see SelfAttention
 
     def forward(self, h: Stream, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending."""
+        if h.x.is_cuda:
+            return self.forward_fused(h)
         norm, gate_up_proj, down_proj = self._own
         x, residual = norm.add(h)
         gate, up = gate_up_proj.project(x).chunk(2, -1)
-        return Stream(down_proj.project(self.act(gate).mul_(up)), residual)
+        return Stream(down_proj.project(self._act(gate).mul_(up)), residual)
+
+    def forward_fused(self, h: Stream) -> Stream:
+        """The same, with one kernel for the gate."""
+        norm, gate_up_proj, down_proj = self._own
+        x, residual = norm.add_fused(h)
+        gate_up = gate_up_proj.project(x)
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        gated_act(gate_up=gate_up, act=self.act, out=gated)
+        return Stream(down_proj.project(gated), residual)

@@ -20,7 +20,7 @@ from mrv2.layers.huge_pages import move_to_huge_pages
 from mrv2.layers.linear import Linear, LMHead, PackedLinear, make_parameter, pack_linears
 from mrv2.layers.rope_config import RopeSpec
 from mrv2.layers.rotary import Rotary, RotaryTable
-from mrv2.layers.small import Attention, Embedding, RMSNorm, activation
+from mrv2.layers.small import Attention, Embedding, RMSNorm, check_activation
 
 _L = TypeVar("_L", bound=nn.Module | nn.Parameter)
 
@@ -185,7 +185,7 @@ class NativeLayers(LayerSet):
             norm=inner._norm("norm", hidden_size, norm_eps),
             gate_up_proj=inner._packed("gate_up_proj", hidden_size, sizes, bias),
             down_proj=inner._down("down_proj", intermediate_size, hidden_size, bias),
-            act=activation(act, where=self._prefix + name),
+            act=check_activation(act, where=self._prefix + name),
         )
         return self._add(name, layer)
 

@@ -75,7 +75,7 @@ class RotaryTable:
         if device not in self._on_device:
             with torch.inference_mode(False):
                 long = self._long_inv_freq
-                self._on_device[device] = (self._inv_freq.to(device), None if long is None else long.to(device))
+                self._on_device[device] = (_move(self._inv_freq, device), None if long is None else _move(long, device))
         inv_freq, long_inv_freq = self._on_device[device]
         limit = self.spec.fixed_up_to
         if limit is None:
@@ -96,6 +96,11 @@ class RotaryTable:
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=lens.device) / dim
         inv_freq: Tensor = 1.0 / base[:, None] ** exponents
         return inv_freq
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, for which the host doesn't wait: the first use is within a step."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _frequencies(spec: RopeSpec, *, long: bool) -> tuple[Tensor, float]:

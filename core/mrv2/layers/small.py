@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 
 from mrv2.attn.backend import AttentionArgs
 from mrv2.errors import LayerArgumentError
+from mrv2.kernels.add_rms_norm import add_rms_norm, rms_norm_ref
+from mrv2.kernels.gated_act import ACTIVATIONS
 from mrv2.layers.base import Slot, Stream
 from mrv2.layers.linear import make_parameter, own_slots
 
@@ -18,32 +19,17 @@ if TYPE_CHECKING:
     from mrv2.layers.context import NativeContext
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
-"""By transformers' `hidden_act` names."""
-
-
-def activation(name: str, where: str) -> Callable[[Tensor], Tensor]:
-    """The activation called `name`.
+def check_activation(name: str, where: str) -> str:
+    """`name`, if it is an activation's.
 
     Raises:
-        LayerArgumentError: there is none.
+        LayerArgumentError: there is none of that name.
     """
     if name not in ACTIVATIONS:
         raise LayerArgumentError(
             f"activation {name!r} is unknown", where=where, fix=f"use one of: {', '.join(sorted(ACTIVATIONS))}"
         )
-    return ACTIVATIONS[name]
+    return name
 
 
 FEW_TOKENS = 8
@@ -69,8 +55,17 @@ class RMSNorm(nn.Module):
 
     def add(self, h: Stream) -> tuple[Tensor, Tensor]:
         """Add the pending output and normalise; see `StepContext.prenorm`."""
+        if h.x.is_cuda:
+            return self.add_fused(h)
         residual = h.x if h.residual is None else h.x + h.residual
         return self.forward(residual), residual
+
+    def add_fused(self, h: Stream) -> tuple[Tensor, Tensor]:
+        """`add` in one kernel."""
+        out = torch.empty_like(h.x)
+        summed = None if h.residual is None else torch.empty_like(h.x)
+        add_rms_norm(x=h.x, residual=h.residual, weight=self.weight, eps=self.eps, summed=summed, out=out)
+        return out, h.x if summed is None else summed
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
@@ -78,10 +73,7 @@ class RMSNorm(nn.Module):
         if short is not None and x.dim() == 2 and x.shape[0] <= FEW_TOKENS and short[0]._version == short[4]:
             _, twice, signs, shape, _ = short
             return torch.layer_norm(x[:, None] * signs, shape, twice, None, self.eps)[:, 0]
-        weight = self.weight
-        if x.dtype is not torch.float32:
-            return F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return rms_norm_ref(x, self.weight, self.eps)
 
     def finalize_weights(self) -> None:
         """Prepare the short way, where it applies."""

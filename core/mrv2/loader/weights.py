@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from mrv2.errors import WeightsError
+from mrv2.errors import Mrv2Error, WeightsError
 from mrv2.layers.base import WeightMap
 from mrv2.loader.slots import ResolvedSlot, collect_slots, name_some
 from mrv2.loader.source import TensorInfo
@@ -149,8 +150,18 @@ def _canonical(
         yield from renamed()
     else:
         # What goes in and what comes out need not correspond, so messages can only give the new names.
-        for name, tensor in weight_map.transform((n, t) for _, n, t in renamed()):
-            yield name, name, tensor
+        try:
+            for name, tensor in weight_map.transform((n, t) for _, n, t in renamed()):
+                yield name, name, tensor
+        except Mrv2Error:
+            raise
+        except Exception as error:  # an adapter's code
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise WeightsError(
+                f"weight_map.transform failed: {type(error).__name__}: {error}",
+                where=f"{frame.filename}:{frame.lineno} in {frame.name}",
+                fix="it takes an iterator of (name, tensor), already renamed, and yields such pairs",
+            ) from error
 
 
 def _misfit(problems: Mapping[str, list[str]], where: str, state: str) -> WeightsError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -129,7 +130,9 @@ class Driver:
     def _fail(self, error: BaseException) -> None:
         with self._wake:
             self._failure = EngineError(
-                f"{type(error).__name__}: {error}", where="engine thread", fix="see the cause above; build a new LLM"
+                f"{type(error).__name__}: {error}",
+                where=_where(error),
+                fix="correct what raised there, then build a new LLM",
             )
             self._failure.__cause__ = error
 
@@ -150,3 +153,12 @@ class Driver:
         with self._wake:
             closed = EngineError("the engine was closed while requests ran", where="LLM", fix="wait before closing")
         self._outputs.fail(self._failure or closed)
+
+
+def _where(error: BaseException) -> str:
+    """File, line and function that raised, and the last place before it outside of this package and of torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = ("/mrv2/", "/torch/")
+    outside = [f for f in frames if not any(part in f.filename.replace("\\", "/") for part in own)]
+    named = dict.fromkeys(f"{f.filename}:{f.lineno} in {f.name}" for f in (*outside[-1:], *frames[-1:]))
+    return ", reached by ".join(reversed(named)) or "engine thread"

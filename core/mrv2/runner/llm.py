@@ -37,20 +37,20 @@ class LLM:
 
     Args:
         model: folder, GGUF file, bundled name (`smollm2`) or hub id.
-        adapters: local adapter files or folders, beside the installed ones.
+        adapters: a local adapter file or folder, or several, beside the installed ones.
         settings: fields of `EngineConfig`.
 
     Raises:
         Mrv2Error: the model, its adapter, its weights or the settings are wrong; each with its own code.
     """
 
-    def __init__(self, model: str, *, adapters: Sequence[str] = (), **settings: Any) -> None:
+    def __init__(self, model: str, *, adapters: str | Sequence[str] = (), **settings: Any) -> None:
         known = EngineConfig.__dataclass_fields__
         for name in settings:
             if name not in known:
                 raise TypeError(f"LLM() has no setting {name!r}; there are: {', '.join(known)}")
         self.config = EngineConfig(**settings)
-        self.model = load(model, self.config, adapters)
+        self.model = load(model, self.config, [adapters] if isinstance(adapters, str) else adapters)
         parts = assemble(self.model, self.config)
         self.limits = parts.limits
         self.stats = parts.engine.scheduler.stats

@@ -16,7 +16,8 @@ from mrv2.kernels.staged_writes import apply_staged_writes
 from mrv2.state.staging import StagingRing
 
 _ALIGN = 16
-"""Bytes between header and values in a staging buffer, so that values of any dtype are aligned."""
+"""Bytes. Each part of a staging buffer starts at a multiple of it, whatever the number of writes: values of any dtype
+are aligned, and Triton, which compiles a kernel anew for pointers that aren't, has one case to compile."""
 
 _Runs = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.generic]]
 """rows, starts, lengths, values."""
@@ -40,7 +41,7 @@ class StagedColumn:
         self._num_rows, self._width = self._table.shape
         self._pending: list[_Runs] = []
         # Usually enough: one whole row, or one value in every row.
-        nbytes = 2 * _ALIGN + 12 * self._num_rows + max(self._width, self._num_rows) * self.dtype_np.itemsize
+        nbytes = 4 * _ALIGN + 12 * self._num_rows + max(self._width, self._num_rows) * self.dtype_np.itemsize
         self._ring = StagingRing(nbytes, device)
         self._received = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
@@ -81,23 +82,25 @@ class StagedColumn:
         if len(rows) > 1 and len(np.unique(rows)) < len(rows):
             rows, starts, lens, values = _without_overlaps(rows, starts, lens, values, width=self._width)
         n = len(rows)
-        header = -(-4 * (3 * n + 1) // _ALIGN) * _ALIGN
+        apart = -(-4 * n // _ALIGN) * _ALIGN // 4
+        num_ints = 2 * apart + n + 1
+        header = -(-4 * num_ints // _ALIGN) * _ALIGN
         nbytes = header + values.nbytes
         staged_np = self._ring.take(nbytes)
-        ints_np = staged_np[: 4 * (3 * n + 1)].view(np.int32)
-        ints_np[:n], ints_np[n : 2 * n], ints_np[2 * n] = rows, starts, 0
-        np.cumsum(lens, out=ints_np[2 * n + 1 :])
+        ints_np = staged_np[: 4 * num_ints].view(np.int32)
+        ints_np[:n], ints_np[apart : apart + n], ints_np[2 * apart] = rows, starts, 0
+        np.cumsum(lens, out=ints_np[2 * apart + 1 :])
         staged_np[header:nbytes] = values.view(np.uint8)
         if self._received.shape[0] < nbytes:
             self._received = self._received.new_zeros(1 << (nbytes - 1).bit_length())
         received = self._received[:nbytes]
         self._ring.send(received)
-        ints = received[: 4 * (3 * n + 1)].view(torch.int32)
+        ints = received[: 4 * num_ints].view(torch.int32)
         apply_staged_writes(
             target=self._table,
             rows=ints[:n],
-            starts=ints[n : 2 * n],
-            cu_lens=ints[2 * n :],
+            starts=ints[apart : apart + n],
+            cu_lens=ints[2 * apart :],
             values=received[header:].view(self._table.dtype),
         )
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from mrv2.kernels.prepare_inputs import prepare_inputs
-from mrv2.kernels.query_start_loc import compute_query_start_loc
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.plan import StepPlan
 from mrv2.state.request_states import RequestStates
@@ -26,10 +25,10 @@ class InputBuffers:
         self._limits = limits
         self._num_groups = len(groups)
         rows, tokens, device = limits.max_rows, limits.max_num_tokens, limits.device
-        self._batch = torch.zeros(2, rows, dtype=torch.int32, device=device)  # rows, query lengths
+        # Rows, query_start_loc: what the host knows of a step, in one copy. Both begin at multiples of 16 bytes.
+        self._batch = torch.zeros(2, rows // 4 * 4 + 4, dtype=torch.int32, device=device)
         self._batch_bytes = self._batch.view(torch.uint8).view(-1)
         self._ring = StagingRing(self._batch_bytes.shape[0], device)
-        self._query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._logits_indices = torch.zeros(rows, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -62,11 +61,10 @@ class InputBuffers:
 
         table = states.table
         rows = self._batch[0, :num_reqs]
-        query_start_loc = self._query_start_loc[: num_reqs + 1]
+        query_start_loc = self._batch[1, : num_reqs + 1]
         seq_lens, logits_indices = self._seq_lens[:num_reqs], self._logits_indices[:num_reqs]
         token_to_i, positions = self._token_to_i[:num_tokens], self._positions[:num_tokens]
         input_ids = self._input_ids[:num_tokens]
-        compute_query_start_loc(query_lens=self._batch[1, :num_reqs], query_start_loc=query_start_loc)
         prepare_inputs(
             rows=rows,
             query_start_loc=query_start_loc,
@@ -101,11 +99,11 @@ class InputBuffers:
         )
 
     def _send_batch(self, plan: StepPlan) -> None:
-        """Copy rows and query lengths to the device, padded with -1 and 0 to the end of the buffers."""
-        assert int(plan.query_lens_np.sum()) == plan.num_tokens, plan.num_tokens
-        max_rows = self._limits.max_rows
-        nbytes = self._batch_bytes.shape[0]
-        batch_np = self._ring.take(nbytes)[:nbytes].view(np.int32).reshape(2, max_rows)
-        batch_np[0, : plan.num_reqs], batch_np[0, plan.num_reqs :] = plan.rows_np, -1
-        batch_np[1, : plan.num_reqs], batch_np[1, plan.num_reqs :] = plan.query_lens_np, 0
+        """Copy rows and query starts to the device; padding, to the end of the buffers, has row -1 and no tokens."""
+        nbytes, n = self._batch_bytes.shape[0], plan.num_reqs
+        batch_np = self._ring.take(nbytes)[:nbytes].view(np.int32).reshape(2, -1)
+        batch_np[0, :n], batch_np[0, n:] = plan.rows_np, -1
+        batch_np[1, 0], batch_np[1, n + 1 :] = 0, plan.num_tokens
+        np.cumsum(plan.query_lens_np, out=batch_np[1, 1 : n + 1])
+        assert batch_np[1, n] == plan.num_tokens, (batch_np[1, n], plan.num_tokens)
         self._ring.send(self._batch_bytes)

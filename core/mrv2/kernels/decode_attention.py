@@ -1,0 +1,331 @@
+"""Paged attention of requests with one query token: keys are split among programs, flash-decoding style.
+
+The program that finishes a request's last split combines them all, so one launch does everything.
+"""
+
+# Triton infers the types of a kernel's arguments.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrv2.kernels.attention_tile import attend_tile, score_factors
+from mrv2.kernels.paged_attention_ref import attend_paged_ref
+from mrv2.kernels.registry import jit, kernel, tl, triton
+
+_SLOTS_PER_PROCESSOR = 32
+"""Partial results there is room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """What splits leave for the one that combines them. Slot (i * num_kv_heads + kv_head) * num_splits + split."""
+
+    acc: Tensor  # [slots, group, head_dim] float32, not yet divided
+    stats: Tensor  # [slots, group, 2] float32: largest score, sum of weights
+    arrived: Tensor  # [slots] int32, by i * num_kv_heads + kv_head: splits done; 0 between launches
+
+
+class DecodeWorkspace:
+    """Memory for partial results, at addresses that never change: captured graphs hold on to them.
+
+    Its size doesn't depend on the batch: the more requests, the fewer splits. Launches that share one must
+    run one after the other.
+
+    Args:
+        processors: how many the work is spread over; None: the device's.
+    """
+
+    def __init__(self, processors: int | None = None) -> None:
+        self._processors = processors
+        self._partials: dict[tuple[torch.device, int, int], Partials] = {}
+
+    def processors(self, device: torch.device) -> int:
+        """How many multiprocessors the work is spread over."""
+        if self._processors is None:
+            on_cuda = device.type == "cuda"  # else: interpreted
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
+        return self._processors
+
+    def partials(self, device: torch.device, group: int, head_dim: int) -> Partials:
+        """For layers of `group` query heads per key head; allocated when first asked for, outside a graph capture."""
+        key = (device, group, head_dim)
+        found = self._partials.get(key)
+        if found is None:
+            # Memory from a graph's own pool would be zeroed at replay only, not for the steps in between.
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            assert not capturing, "run the step once before capturing it"
+            slots = _SLOTS_PER_PROCESSOR * self.processors(device)
+            found = self._partials[key] = Partials(
+                acc=torch.empty(slots, group, head_dim, dtype=torch.float32, device=device),
+                stats=torch.zeros(slots, group, 2, dtype=torch.float32, device=device),
+                arrived=torch.zeros(slots, dtype=torch.int32, device=device),
+            )
+        return found
+
+
+def decode_attention_ref(
+    *,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_decodes: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """Torch twin of `decode_attention`."""
+    starts = torch.arange(num_decodes, device=q.device)
+    out[:num_decodes] = attend_paged_ref(
+        q=q[:num_decodes],
+        cache=cache,
+        block_table=block_table[:num_decodes],
+        seq_lens=seq_lens[:num_decodes],
+        starts=starts,
+        query_lens=torch.ones_like(starts),
+        max_query_len=1,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
+@kernel(twin=decode_attention_ref)
+def decode_attention(
+    *,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_decodes: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """Attention of the first `num_decodes` requests, whose query tokens are the first `num_decodes` tokens.
+
+    Reads nothing on the host. What a request's table and length don't name, and what lies before its window,
+    isn't loaded. Softmax is computed in float32, products in the cache's dtype with float32 sums.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; a head is contiguous.
+        cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], keys then values, the step's own included;
+            the last three axes are contiguous.
+        block_table: [num_reqs, max_blocks] int32.
+        seq_lens: [num_reqs] int32, length after this step; 0 gives zeros.
+        num_decodes: at least one.
+        max_seq_len: upper bound of `seq_lens`; what the number of splits is chosen from.
+        scale: of the scores.
+        window: tokens in reach, the current one included; None: all.
+        soft_cap: scores become soft_cap * tanh(scores / soft_cap); None: they stay.
+        workspace: for partial results.
+        out: out, [num_tokens, num_heads, head_dim], contiguous; the first `num_decodes` tokens are written.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, kv_heads = cache.shape[2:4]
+    group = num_heads // kv_heads
+    tile = choose_tile(head_dim, cache.dtype)
+    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
+    num_splits, min_split = choose_splits(num_decodes * kv_heads, reach, workspace.processors(q.device))
+    partials = workspace.partials(q.device, group, head_dim)
+    factor, cap = score_factors(scale, soft_cap)
+    _decode_attention_kernel[(kv_heads, num_splits, num_decodes)](
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        out,
+        partials.acc,
+        partials.stats,
+        partials.arrived,
+        q.stride(0),
+        q.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        block_table.stride(0),
+        factor,
+        cap,
+        num_splits,
+        min_split,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        SOFT_CAP=soft_cap is not None,
+        BLOCK_N=tile.keys,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        COMBINE=32 if head_dim <= 128 else 16,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int]:
+    """Programs per pair of request and key head, and tokens that a split is at least given.
+
+    Lengths are known to the device only. Few pairs are split until all processors are busy. Many are split
+    only where they are long, so that one long request among short ones isn't left to a few programs.
+
+    Args:
+        num_pairs: requests times key heads.
+        reach: upper bound of the keys of one query.
+        processors: multiprocessors of the device.
+    """
+    if num_pairs <= processors:
+        most, min_split = triton.cdiv(4 * processors, num_pairs), 128
+    else:
+        most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
+    return max(1, min(most, triton.cdiv(reach, min_split))), min_split
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one program works: keys per iteration, and what the compiler is told."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """By dtype and head size."""
+    wide = triton.next_power_of_2(head_dim)
+    if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
+        return Tile(keys=32, num_warps=8, num_stages=2)
+    if wide <= 128:
+        return Tile(keys=64, num_warps=4, num_stages=3)
+    return Tile(keys=32, num_warps=4, num_stages=3)
+
+
+@jit(do_not_specialize=["table_stride", "num_splits", "min_split"])
+def _decode_attention_kernel(
+    q,
+    cache,
+    block_table,
+    seq_lens,
+    out,
+    partial_acc,
+    partial_stats,
+    arrived,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    kv_stride,
+    table_stride,
+    scale,
+    cap,
+    num_splits,
+    min_split,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    COMBINE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    i = tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens + i)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(seq_len - WINDOW, 0)
+    first = lo // BLOCK_N * BLOCK_N
+    # A request's own length is split, not the bound: whatever the bound, all splits get the same work.
+    size = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
+    size = tl.maximum(size, min_split)
+    used = tl.cdiv(seq_len - first, size)
+    begin = first + split * size
+    if (split == 0) | (begin < seq_len):
+        g = tl.arange(0, BLOCK_G)
+        d = tl.arange(0, BLOCK_D)
+        real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+        head = kv_head * GROUP + g
+        queries = tl.load(q + i * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=real, other=0.0)
+        q_pos = tl.zeros([BLOCK_G], tl.int32) + (seq_len - 1)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        end = tl.minimum(begin + size, seq_len)
+        for start in range(begin, end, BLOCK_N):
+            acc, top, total = attend_tile(
+                queries,
+                q_pos,
+                acc,
+                top,
+                total,
+                start,
+                lo,
+                end,
+                cache + kv_head * HEAD_DIM,
+                block_stride,
+                kv_stride,
+                block_table + i * table_stride,
+                scale,
+                cap,
+                KV_HEADS=KV_HEADS,
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_SIZE=BLOCK_SIZE,
+                WINDOW=WINDOW,
+                SOFT_CAP=SOFT_CAP,
+                MASKED=True,
+                BLOCK_N=BLOCK_N,
+                BLOCK_D=BLOCK_D,
+            )
+        o = out + (i * KV_HEADS + kv_head) * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
+        if used <= 1:
+            total = tl.where(total == 0.0, 1.0, total)  # an empty request: zeros
+            tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        else:
+            pair = (i * KV_HEADS + kv_head).to(tl.int32)
+            inner = g[:, None] * HEAD_DIM + d[None, :]
+            slot = pair * num_splits + split
+            tl.store(partial_acc + slot * (GROUP * HEAD_DIM) + inner, acc, mask=real)
+            tl.store(partial_stats + slot * (GROUP * 2) + g * 2, top, mask=g < GROUP)
+            tl.store(partial_stats + slot * (GROUP * 2) + g * 2 + 1, total, mask=g < GROUP)
+            tl.debug_barrier()  # all threads' stores come before the one thread's release
+            if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.store(arrived + pair, 0)  # for the next launch, replays included
+                s = tl.arange(0, COMBINE)
+                for h in range(GROUP):
+                    best = tl.full([], float("-inf"), tl.float32)
+                    whole = tl.full([], 0.0, tl.float32)
+                    mean = tl.zeros([BLOCK_D], tl.float32)
+                    for first_split in range(0, used, COMBINE):
+                        row = (pair * num_splits + first_split + s) * GROUP + h
+                        there = first_split + s < used
+                        # Past the first-level cache, which other programs' stores don't reach.
+                        tops = tl.load(partial_stats + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                        totals = tl.load(partial_stats + row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                        accs = tl.load(
+                            partial_acc + row[:, None] * HEAD_DIM + d[None, :],
+                            mask=there[:, None] & (d < HEAD_DIM)[None, :],
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        new_best = tl.maximum(best, tl.max(tops, 0))
+                        shrink, weights = tl.exp2(best - new_best), tl.exp2(tops - new_best)
+                        mean = mean * shrink + tl.sum(accs * weights[:, None], 0)
+                        whole = whole * shrink + tl.sum(totals * weights, 0)
+                        best = new_best
+                    target = out + (i * KV_HEADS + kv_head) * (GROUP * HEAD_DIM) + h * HEAD_DIM + d
+                    tl.store(target, (mean / whole).to(out.dtype.element_ty), mask=d < HEAD_DIM)
