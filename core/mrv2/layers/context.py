@@ -84,7 +84,7 @@ class NativeContext:
 
     def cache_of(self, layer: str) -> tuple[Tensor, Tensor]:
         """This layer's cache, and the slot of each of the step's tokens in it; shapes as in `CacheMeta`."""
-        return self._caches[layer], self._attn[self._group_of[layer]].slot_mapping
+        return cast(Tensor, self._caches[layer]), self._attn[self._group_of[layer]].slot_mapping
 
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""
