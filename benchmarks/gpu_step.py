@@ -3,7 +3,7 @@
 The model has Qwen3-0.6B's shape and random bf16 weights; the tokenizer is a made-up byte-level one of the same
 vocabulary, so that nothing has to be downloaded. Prints one JSON document.
 
-    python benchmarks/gpu_step.py [--requests 1 32 256] [--json results/gpu_step.json] [--tiny]
+    python benchmarks/gpu_step.py [--requests 1 32 256] [--json benchmarks/results/gpu_step-h200.json] [--tiny]
 """
 
 from __future__ import annotations
