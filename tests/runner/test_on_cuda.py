@@ -177,21 +177,22 @@ def test_a_ring_that_doesnt_wait_is_found():
 
 def test_blocks_that_nobody_owns_are_neither_read_nor_written(cuda_tiny):
     parts = cuda_tiny.engine(depth=3, num_blocks=400, prefix_caching=False, **SMALL)
-    caches = parts.engine._runner._forward._caches
-    for cache in caches.values():
+    layers = parts.engine._runner._forward._caches.values()
+    caches = [cache for layer in layers for cache in ([layer] if isinstance(layer, torch.Tensor) else layer.values())]
+    for cache in caches:
         cache[1:].fill_(float("nan"))
-    owned, tables = set(), parts.engine.scheduler.kv.tables_np
+    owned, refs_np = set(), parts.engine.scheduler.kv.pool._refs_np
     update = parts.engine.scheduler.update
 
     def watched(*args):
-        owned.update(np.unique(np.concatenate([t.reshape(-1) for t in tables])).tolist())
+        owned.update(np.flatnonzero(refs_np).tolist())
         return update(*args)
 
     parts.engine.scheduler.update = watched
     assert run(parts, prompts(), GREEDY) == [cuda_tiny.oracle(p, 20) for p in prompts()]
     free = torch.tensor([b for b in range(1, 400) if b not in owned], device="cuda")
     assert len(free) > 50
-    assert all(bool(cache[free].isnan().all()) for cache in caches.values())
+    assert all(bool(cache[free].isnan().all()) for cache in caches)
 
 
 def test_batches_of_other_sizes_compile_nothing(tiny, monkeypatch):
