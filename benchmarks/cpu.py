@@ -111,6 +111,7 @@ def main() -> None:
     theirs = Theirs(ours.llm.model.config.path, getattr(torch, args.dtype))
     report = {
         "benchmark": "cpu",
+        "command": f"python benchmarks/cpu.py --rounds {args.rounds} --dtype {args.dtype}",
         "model": "smollm2",
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),

@@ -61,7 +61,15 @@ def main() -> None:
     base = results[0]["median_ms"]
     for r in results:
         r["over_first"] = round(r["median_ms"] / base, 2)
-    print(json.dumps({"benchmark": "host_step", "machine": platform.machine(), "results": results}, indent=2))
+    requests = " ".join(map(str, args.requests))
+    report = {
+        "benchmark": "host_step",
+        "command": f"python benchmarks/host_step.py --requests {requests} --steps {args.steps}",
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
