@@ -92,7 +92,7 @@ async def _print_pieces(llm: LLM, prompt: Prompt, params: SamplingParams, *, sho
         if show_pieces:
             print(piece.text, end="", flush=True)
         if piece.finished is not None:
-            print("" if show_pieces else piece.finished.outputs[0].text)
+            print("" if show_pieces else piece.finished.outputs[0].text, flush=True)
             return piece.finished
     raise EngineError("the stream ended without a result", where="mrv2 generate", fix="report this as a bug")
 
