@@ -26,14 +26,14 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mrv2.config import load_model_config
+from mrv2.frontend.driver import Driver
+from mrv2.frontend.output_processor import ResultFuture, Ticket
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import build_model
 from mrv2.loader.tokenizer import load_tokenizer
 from mrv2.model_state.default import DefaultModelState
 from mrv2.registry import Registry
 from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
-from mrv2.runner.driver import Driver
-from mrv2.runner.output_processor import ResultFuture, Ticket
 from mrv2.runner.outputs import PendingOutput
 from mrv2.sample.params import SamplingParams
 from mrv2.state.plan import StepPlan

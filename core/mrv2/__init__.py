@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from mrv2.api import SDK_API, ApiVersion, RequestData, hookimpl
     from mrv2.context import AdapterContext
     from mrv2.errors import Mrv2Error
+    from mrv2.frontend.llm import LLM
     from mrv2.model_state.base import ModelState
     from mrv2.model_state.default import DefaultModelState
     from mrv2.model_state.parts import InputPart
     from mrv2.registry import Registry
-    from mrv2.runner.llm import LLM
     from mrv2.sample.params import SamplingParams
 
 # Name to module. Imported on first use: `mrv2 --help` and an adapter's hooks must not wait for torch.
 _HOMES = {
-    "LLM": "mrv2.runner.llm",
+    "LLM": "mrv2.frontend.llm",
     "SDK_API": "mrv2.api",
     "AdapterContext": "mrv2.context",
     "ApiVersion": "mrv2.api",

@@ -31,6 +31,7 @@ TIERS = {
     "loader": 2,
     "config": 2,
     "runner": 3,
+    "frontend": 4,
     "bridge": 4,
     "testing": 5,
     "scaffold": 5,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mrv2.errors import EngineError, InputFileError, Mrv2Error
-from mrv2.runner.llm import LLM, Message, Prompt
-from mrv2.runner.results import RequestOutput
+from mrv2.frontend.llm import LLM, Message, Prompt
+from mrv2.frontend.results import RequestOutput
 from mrv2.sample.params import SamplingParams
 
 LINE_KEYS = frozenset({"id", "prompt", "messages"})

@@ -12,7 +12,7 @@ from mrv2.cli.options import Adapters, Json
 
 if TYPE_CHECKING:
     from mrv2.cli.batch import Job
-    from mrv2.runner.llm import LLM
+    from mrv2.frontend.llm import LLM
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, hub id, or a bundled name: smollm2.")]
 PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="Text; without it, standard input is read.")]
@@ -135,6 +135,6 @@ def command(
 
 
 def _load(model: str, adapters: list[str] | None, **settings: object) -> LLM:
-    from mrv2.runner.llm import LLM
+    from mrv2.frontend.llm import LLM
 
     return LLM(model, adapters=adapters or (), **settings)

@@ -1,1 +1,1 @@
-"""The native runner: scheduler, KV cache, two-phase step, its plain twin, engine and front end."""
+"""The native runner: scheduler, KV cache, two-phase step, its plain twin and engine."""

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from mrv2.errors import EngineError
+from mrv2.frontend.output_processor import OutputProcessor, Ticket
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.runner.engine import Engine
-from mrv2.runner.output_processor import OutputProcessor, Ticket
 from mrv2.runner.request import FinishReason, Request
 from mrv2.runner.scheduler import StepEvents
 

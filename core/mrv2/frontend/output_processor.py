@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from mrv2.errors import OutputError
+from mrv2.frontend.detokenize import IncrementalDetokenizer, StopStrings
+from mrv2.frontend.results import CompletionOutput, RequestOutput, StreamOutput, Timing, TokenLogprobs, Usage
 from mrv2.loader.tokenizer import Tokenizer
-from mrv2.runner.detokenize import IncrementalDetokenizer, StopStrings
 from mrv2.runner.outputs import LogprobsOutput, StepOutput
 from mrv2.runner.request import FinishReason, Request
-from mrv2.runner.results import CompletionOutput, RequestOutput, StreamOutput, Timing, TokenLogprobs, Usage
 from mrv2.runner.scheduler import StepEvents
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from mrv2.frontend.detokenize import IncrementalDetokenizer, StopStrings
 from mrv2.loader.tokenizer import FolderTokenizer
-from mrv2.runner.detokenize import IncrementalDetokenizer, StopStrings
 
 
 class Bytes:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
+from mrv2.frontend.driver import Driver
+from mrv2.frontend.output_processor import ResultFuture, Ticket
+from mrv2.frontend.results import RequestOutput, StreamOutput
 from mrv2.runner.build import EngineConfig, assemble, load
-from mrv2.runner.driver import Driver
-from mrv2.runner.output_processor import ResultFuture, Ticket
 from mrv2.runner.request import FinishReason
-from mrv2.runner.results import RequestOutput, StreamOutput
 from mrv2.sample.params import SamplingParams
 
 Prompt = str | Sequence[int]

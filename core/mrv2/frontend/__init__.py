@@ -1,0 +1,1 @@
+"""What stands between a caller and the engine: prompts in, text out, two threads."""
