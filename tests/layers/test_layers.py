@@ -25,14 +25,14 @@ EPS = 1e-5
 class OpenAttention(nn.Module):
     """What `self_attention` is, from the small layers."""
 
-    def __init__(self, L: LayerSet, *, window: int | None, qk_norm: bool, bias: bool) -> None:
+    def __init__(self, L: LayerSet, *, window: int | None, qk_norm: bool, bias: bool, rope: dict[str, Any]) -> None:
         super().__init__()
         sizes = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
         self.norm = L.norm("norm", HIDDEN, eps=EPS)
         self.qkv_proj = L.packed("qkv_proj", HIDDEN, sizes, bias=bias)
         self.q_norm = L.norm("q_norm", HEAD_DIM, eps=EPS) if qk_norm else nn.Identity()
         self.k_norm = L.norm("k_norm", HEAD_DIM, eps=EPS) if qk_norm else nn.Identity()
-        self.rotary = L.rotary("rotary", HEAD_DIM, ROPE, 64)
+        self.rotary = L.rotary("rotary", HEAD_DIM, rope, 64)
         self.attn = L.attention(
             "attn", num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, window=window, soft_cap=3.0
         )
@@ -74,7 +74,7 @@ class Block(nn.Module):
                 num_heads=HEADS,
                 num_kv_heads=KV_HEADS,
                 head_dim=HEAD_DIM,
-                rope=ROPE,
+                rope=c["rope"],
                 max_position=64,
                 norm_eps=EPS,
                 window=c["window"],
@@ -86,7 +86,7 @@ class Block(nn.Module):
             self.mlp = L.gated_mlp("mlp", HIDDEN, INTERMEDIATE, norm_eps=EPS, act="gelu_new", bias=c["bias"])
         else:
             self.self_attn = OpenAttention(
-                L.scope("self_attn"), window=c["window"], qk_norm=c["qk_norm"], bias=c["bias"]
+                L.scope("self_attn"), window=c["window"], qk_norm=c["qk_norm"], bias=c["bias"], rope=c["rope"]
             )
             self.mlp = OpenMLP(L.scope("mlp"), bias=c["bias"])
 
@@ -101,7 +101,7 @@ class Model(nn.Module):
 
     def __init__(self, L: LayerSet, config: dict[str, Any]) -> None:
         super().__init__()
-        c = {"fused": True, "window": None, "qk_norm": False, "bias": False, "tied": False} | config
+        c = {"fused": True, "window": None, "qk_norm": False, "bias": False, "tied": False, "rope": ROPE} | config
         self.embed = L.embedding("embed", VOCAB, HIDDEN, shared_with_head=c["tied"])
         self.layers = L.stack("layers", 2, lambda L, i: Block(L, c))
         self.norm = L.final_norm("norm", HIDDEN, eps=EPS)
@@ -135,6 +135,35 @@ def test_fused_layers_equal_compositions(window: int | None, bias: bool, qk_norm
     )
     for a, b in zip(fused, composed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rope", [ROPE, ROPE | {"partial_rotary_factor": 0.5}], ids=["whole", "half"])
+def test_one_token_at_a_time_equals_compositions(window: int | None, bias: bool, qk_norm: bool, rope: dict) -> None:
+    config = {"window": window, "bias": bias, "qk_norm": qk_norm, "rope": rope}
+    weights = random_weights(config)
+    alone = RaggedBatch(*build_native(Model, config, weights.items()))
+    assert alone.one_token is not None
+    composed = RaggedBatch(*build_native(Model, config | {"fused": False}, weights.items()))
+    for prompt, expected in zip(PROMPTS, composed.logits(PROMPTS), strict=True):
+        torch.testing.assert_close(alone.logits([prompt], chunks=(1,))[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_single_token_leaves_in_the_stream_is_its_own() -> None:
+    model, layers = build_native(Model, {}, random_weights({}).items())
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], out: Stream) -> None:
+        kept.append((out.x, out.x.clone()))
+
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(keep)
+        layer.mlp.register_forward_hook(keep)
+    RaggedBatch(model, layers).logits(PROMPTS[1:2], chunks=(1,))
+    assert len(kept) == 4 * len(PROMPTS[1])
+    assert all(torch.equal(now, then) for now, then in kept)
 
 
 def test_parameter_and_cache_names_are_equal_too() -> None:
@@ -199,6 +228,7 @@ def test_loading_again_in_place_keeps_addresses_and_takes_effect(finalize: bool)
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
     batch = RaggedBatch(model, layers)
     batch.logits(PROMPTS)
+    batch.logits(PROMPTS[1:2], chunks=(1,))
 
     other = random_weights({"bias": True}, seed=1)
     load_weights(model, other.items(), Model.weight_map)
@@ -208,6 +238,7 @@ def test_loading_again_in_place_keeps_addresses_and_takes_effect(finalize: bool)
     expected = RaggedBatch(*build_native(Model, {"bias": True}, other.items())).logits(PROMPTS)
     for a, b in zip(batch.logits(PROMPTS), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.logits(PROMPTS[1:2], chunks=(1,))[0], expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_without_onednn_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ one by one. Indices and masks are made once per step (`cpu_plan`) and shared by 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrv2.attn.backend import AttentionArgs, StepMemo
@@ -36,16 +38,11 @@ class CpuAttention:
         memo: StepMemo,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
-        _, layout, flat = self._views.get(id(cache)) or self._see(cache)
-        key = (id(meta), args.window, id(layout))
-        plan: Plan | None = memo.get(key)
-        if plan is None:
-            plan = memo[key] = make_plan(
-                layout, meta, args.window, num_tokens=q.shape[0], dtype=q.dtype, scratch=self._scratch
-            )
+        flat, plan = self._plan(cache, meta, args.window, memo, num_tokens=q.shape[0], dtype=q.dtype)
+        unit = flat.shape[1]
         if k is not None and v is not None:
-            flat.index_copy_(0, plan.key_rows, k.reshape(-1, layout.unit))
-            flat.index_copy_(0, plan.value_rows, v.reshape(-1, layout.unit))
+            flat.index_copy_(0, plan.key_rows, k.reshape(-1, unit))
+            flat.index_copy_(0, plan.value_rows, v.reshape(-1, unit))
 
         if plan.complete and len(plan.decodes) == 1 and not plan.prefills:
             return _decode(q, flat, plan.decodes[0], args)
@@ -58,6 +55,49 @@ class CpuAttention:
         for request in plan.prefills:
             out[request.start : request.end] = _prefill(q[request.start : request.end], flat, request, args)
         return out
+
+    def attend_one(
+        self,
+        q: Tensor,
+        kv_np: NDArray[np.float32],
+        *,
+        cache: Tensor,
+        meta: CacheMeta,
+        args: AttentionArgs,
+        memo: StepMemo,
+    ) -> Tensor:
+        """`attend` for one token in float32, [1, num_heads * head_dim].
+
+        Args:
+            q: [1, num_kv_heads, query heads of each, head_dim].
+            kv_np: [2, num_kv_heads * head_dim] its keys and values.
+            cache: as in `attend`.
+            meta: as in `attend`.
+            args: as in `attend`.
+            memo: as in `attend`.
+        """
+        flat, plan = self._plan(cache, meta, args.window, memo, num_tokens=1, dtype=torch.float32)
+        one = plan.one
+        if one is None:  # no request's, or the only one of its prompt
+            k, v = torch.from_numpy(kv_np).view(2, 1, args.num_kv_heads, args.head_dim)
+            q = q.view(1, args.num_heads, args.head_dim)
+            return self.attend(q, k, v, cache=cache, meta=meta, args=args, memo=memo).view(1, -1)
+        flat_np = flat.numpy()
+        flat_np[one.new_rows_np] = kv_np.reshape(-1, flat_np.shape[1])
+        flat_np.take(one.rows_np, 0, one.scratch_np, "clip")
+        return _attend(q, one.k, one.v, mask=None, causal=False, args=args).view(1, -1)
+
+    def _plan(
+        self, cache: Tensor, meta: CacheMeta, window: int | None, memo: StepMemo, *, num_tokens: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Plan]:
+        """The cache's rows, and what this step does with caches of this shape."""
+        _, layout, flat = self._views.get(id(cache)) or self._see(cache)
+        key = (id(meta), window, id(layout))
+        plan: Plan | None = memo.get(key)
+        if plan is None:
+            plan = make_plan(layout, meta, window, num_tokens=num_tokens, dtype=dtype, scratch=self._scratch)
+            memo[key] = plan
+        return flat, plan
 
     def _see(self, cache: Tensor) -> tuple[Tensor, Layout, Tensor]:
         """The cache's layout and rows. Keeping `cache` keeps its id from being given to another tensor."""

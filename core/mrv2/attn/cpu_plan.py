@@ -5,6 +5,7 @@ Everything here reads tensors on the host, which is where they are.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -108,6 +109,17 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OneDecode:
+    """A step that is one request's one token, for NumPy; the same memory as its `DecodeBatch`."""
+
+    new_rows_np: NDArray[np.int64]  # [2 * per_token] where its keys and values go
+    rows_np: NDArray[np.int64]
+    scratch_np: NDArray[np.float32]
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one step needs for all layers of one KV group, window and cache layout."""
 
@@ -116,6 +128,22 @@ class Plan:
     decodes: tuple[DecodeBatch, ...]
     prefills: tuple[Prefill, ...]
     complete: bool  # every token of the step belongs to one of them
+
+    @functools.cached_property
+    def one(self) -> OneDecode | None:
+        """The step, if it is one request's one token in float32."""
+        if not self.complete or self.prefills or len(self.decodes) != 1:
+            return None
+        batch = self.decodes[0]
+        if batch.n != 1 or batch.empty is not None or batch.scratch.dtype is not torch.float32:
+            return None
+        return OneDecode(
+            new_rows_np=torch.cat((self.key_rows, self.value_rows)).numpy(),
+            rows_np=batch.rows.numpy(),
+            scratch_np=batch.scratch.numpy(),
+            k=batch.k,
+            v=batch.v,
+        )
 
 
 def make_plan(

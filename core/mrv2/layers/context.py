@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mrv2.attn.backend import AttentionArgs, AttentionBackend
 from mrv2.attn.groups import BoundCache
 from mrv2.layers.base import Stream
+from mrv2.layers.one_token import OneToken
 from mrv2.layers.rotary import Angles, RotaryTable
 from mrv2.state.view import AttnMetadata, CacheMeta
 
@@ -27,6 +30,7 @@ class NativeContext:
         prompt_lens: [num_reqs] int32, prompt length of each request in batch order, any value for padding. Read
             only by rotary types that depend on a request's length; None: the step's own `seq_lens` count, which
             is the same thing unless a prompt is computed in chunks or resumed.
+        one_token: what runs fused layers when the step is a single token; None: they run as always.
     """
 
     is_last = True
@@ -39,13 +43,15 @@ class NativeContext:
         group_of: Mapping[str, str],
         backend: AttentionBackend,
         prompt_lens: Tensor | None = None,
+        one_token: OneToken | None = None,
     ) -> None:
         self._attn = attn
         self._caches = caches
         self._group_of = group_of
         self._backend = backend
         self._prompt_lens = prompt_lens
-        self._memo: dict[Hashable, Any] = {}  # the backend's
+        self.one_token = one_token
+        self.memo: dict[Hashable, Any] = {}  # what layers and the backend derive once per step
         self._angles: dict[tuple[int, int, torch.dtype], tuple[Angles, Tensor]] = {}
 
     # -- for models and custom mixers --------------------------------------------------------------------
@@ -74,17 +80,16 @@ class NativeContext:
 
     def attend(self, layer: str, q: Tensor, k: Tensor | None, v: Tensor | None, args: AttentionArgs) -> Tensor:
         """Write this layer's keys and values, and attend; shapes as in `AttentionBackend.attend`."""
-        meta = self._attn[self._group_of[layer]]
-        cache = cast(Tensor, self._caches[layer])
-        return self._backend.attend(q, k, v, cache=cache, meta=meta, args=args, memo=self._memo)
+        cache, meta = self.cache_of(layer)
+        return self._backend.attend(q, k, v, cache=cache, meta=meta, args=args, memo=self.memo)
 
     def own_cache(self, name: str) -> tuple[Mapping[str, Tensor], CacheMeta]:
         """The tensors of an adapter's own cache, and this step's metadata of its group."""
         return cast(Mapping[str, Tensor], self._caches[name]), self._attn[self._group_of[name]]
 
-    def cache_of(self, layer: str) -> tuple[Tensor, Tensor]:
-        """This layer's cache, and the slot of each of the step's tokens in it; shapes as in `CacheMeta`."""
-        return cast(Tensor, self._caches[layer]), self._attn[self._group_of[layer]].slot_mapping
+    def cache_of(self, layer: str) -> tuple[Tensor, CacheMeta]:
+        """This attention layer's cache, and this step's metadata of its group."""
+        return cast(Tensor, self._caches[layer]), self._attn[self._group_of[layer]]
 
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""
@@ -95,6 +100,14 @@ class NativeContext:
             # Keeping `positions` keeps its id from being given to another tensor.
             hit = self._angles[key] = (table.angles(positions, dtype, lens), positions)
         return hit[0]
+
+    def angles_np(self, table: RotaryTable, positions: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of `angles`, [num_tokens, rotary_dim] each, in float32 on the CPU."""
+        hit: tuple[NDArray[np.float32], NDArray[np.float32]] | None = self.memo.get(table)
+        if hit is None:
+            angles = self.angles(table, positions, torch.float32)
+            hit = self.memo[table] = angles.cos[:, 0].numpy(), angles.sin[:, 0].numpy()
+        return hit
 
     def _request_lens(self, num_tokens: int) -> Tensor:
         """[num_tokens] the length that counts for each token's rotation; see `rotary`. Device only."""

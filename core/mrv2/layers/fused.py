@@ -14,6 +14,7 @@ from mrv2.kernels.gated_act import ACTIVATIONS, gated_act
 from mrv2.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from mrv2.layers.base import Stream
 from mrv2.layers.linear import Linear, PackedLinear
+from mrv2.layers.one_token import is_one_token
 from mrv2.layers.rotary import Rotary, rotate
 from mrv2.layers.small import Attention, RMSNorm
 
@@ -43,13 +44,15 @@ class SelfAttention(nn.Module):
         self.attn = attn
         self.o_proj = o_proj
         # For a single token Python is what costs, and reading a sub-module as an attribute is a call in Python.
-        self._own = (norm, qkv_proj, qk_norms, rotary, o_proj, attn.name, attn.args)
+        self.members = (norm, qkv_proj, qk_norms, rotary, o_proj, attn.name, attn.args)
 
     def forward(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending; `positions` [num_tokens]."""
         if h.x.is_cuda:
             return self.forward_fused(h, positions, ctx)
-        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self._own
+        if ctx.one_token is not None and is_one_token(h.x):
+            return ctx.one_token.attend(self, h, positions, ctx)
+        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self.members
         x, residual = norm.add(h)
         num_q, num_kv = args.num_heads, args.num_kv_heads
         heads = qkv_proj.project(x).view(-1, num_q + 2 * num_kv, args.head_dim)
@@ -65,12 +68,12 @@ class SelfAttention(nn.Module):
 
     def forward_fused(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
         """The same, with one kernel from the packed projection to the cache."""
-        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self._own
+        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self.members
         x, residual = norm.add_fused(h)
         qkv = qkv_proj.project(x)
         angles = ctx.angles(rotary.table, positions, qkv.dtype)
         q_norm, k_norm = qk_norms or (None, None)
-        cache, slot_mapping = ctx.cache_of(name)
+        cache, meta = ctx.cache_of(name)
         q = qkv.new_empty(qkv.shape[0], args.num_heads, args.head_dim)
         qk_norm_rope_cache(
             qkv=qkv,
@@ -80,7 +83,7 @@ class SelfAttention(nn.Module):
             k_eps=0.0 if k_norm is None else k_norm.eps,
             cos=angles.cos[:, 0],
             sin=angles.sin[:, 0],
-            slot_mapping=slot_mapping,
+            slot_mapping=meta.slot_mapping,
             cache=cache,
             q=q,
         )
@@ -97,21 +100,22 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.act = act  # a key of ACTIVATIONS
-        self._act = ACTIVATIONS[act]
-        self._own = (norm, gate_up_proj, down_proj)  # see SelfAttention
+        self.members = (norm, gate_up_proj, down_proj, ACTIVATIONS[act])  # see SelfAttention
 
     def forward(self, h: Stream, ctx: NativeContext) -> Stream:
         """The stream with this layer's output pending."""
         if h.x.is_cuda:
             return self.forward_fused(h)
-        norm, gate_up_proj, down_proj = self._own
+        if ctx.one_token is not None and is_one_token(h.x):
+            return ctx.one_token.gate(self, h)
+        norm, gate_up_proj, down_proj, act = self.members
         x, residual = norm.add(h)
         gate, up = gate_up_proj.project(x).chunk(2, -1)
-        return Stream(down_proj.project(self._act(gate).mul_(up)), residual)
+        return Stream(down_proj.project(act(gate).mul_(up)), residual)
 
     def forward_fused(self, h: Stream) -> Stream:
         """The same, with one kernel for the gate."""
-        norm, gate_up_proj, down_proj = self._own
+        norm, gate_up_proj, down_proj, _ = self.members
         x, residual = norm.add_fused(h)
         gate_up = gate_up_proj.project(x)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)

@@ -87,7 +87,8 @@ class LinearBase(nn.Module):
         super().__init__()
         self._packed: Tensor | None = None
         self._packed_version = 0
-        self._ready: tuple[nn.Parameter, nn.Parameter | None] | None = None  # weight and bias, once they are final
+        self.settled: tuple[nn.Parameter, nn.Parameter | None] | None = None
+        """Weight and bias, once they are final; another object after each load."""
 
     def full_weight(self) -> nn.Parameter:
         """The weight, [out, in]."""
@@ -96,8 +97,8 @@ class LinearBase(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """[num_tokens, in] to [num_tokens, out]."""
-        if x.shape[0] == 1 and self._ready is not None:
-            return F.linear(x, *self._ready)
+        if x.shape[0] == 1 and self.settled is not None:
+            return F.linear(x, *self.settled)
         weight = self.full_weight()
         if PACKED_FROM <= x.shape[0] <= ONEDNN_UP_TO and weight.dtype is torch.float32 and weight.is_cpu:
             ops = onednn_linear()
@@ -118,7 +119,7 @@ class LinearBase(nn.Module):
     def unpack(self) -> None:
         """Drop the packed copy. The parameter objects are final from here on."""
         self._packed = None
-        self._ready = (self.full_weight(), self.bias)
+        self.settled = (self.full_weight(), self.bias)
 
     def pack(self) -> None:
         """Make the packed copy anew."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mrv2.attn.backend import select_backend
 from mrv2.attn.groups import BoundCache, KVGroup
 from mrv2.layers.context import NativeContext
+from mrv2.layers.one_token import one_token_for
 from mrv2.model_state.base import ModelState
 from mrv2.state.block_copies import BlockCopier
 from mrv2.state.plan import BlockCopies
@@ -40,6 +41,7 @@ class ForwardPass:
         self._caches = caches
         self._group_of = {name: group.name for group in groups for name in group.layers}
         self._backend = select_backend(state.limits.device)
+        self._one_token = one_token_for(self._backend)
         self.pages = tuple(pages)
         self._copier = BlockCopier(self.pages, state.limits.device)
         state.bind_kv_cache(caches)
@@ -58,6 +60,7 @@ class ForwardPass:
             caches=self._caches,
             group_of=self._group_of,
             backend=self._backend,
+            one_token=self._one_token,
             prompt_lens=view.table.prompt_len[view.rows.clamp(min=0).long()],
         )
         hidden: Tensor = self.model(view.input_ids, view.positions, ctx, **inputs)

@@ -16,6 +16,7 @@ from mrv2.attn.backend import AttentionBackend, select_backend
 from mrv2.attn.groups import BoundCache, KVGroup, make_groups
 from mrv2.layers.context import NativeContext
 from mrv2.layers.native import NativeLayers, check_names, check_recurrent
+from mrv2.layers.one_token import one_token_for
 from mrv2.loader.weights import load_weights
 from mrv2.state.view import CacheMeta
 
@@ -74,6 +75,7 @@ class RaggedBatch:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.groups = make_groups(layers.caches, block_size)
         self.backend = select_backend(self.device) if backend is None else backend
+        self.one_token = one_token_for(self.backend)
         self.generator = torch.Generator().manual_seed(seed)
 
     @torch.inference_mode()
@@ -128,6 +130,7 @@ class RaggedBatch:
             caches=caches,
             group_of={name: group.name for group in self.groups for name in group.layers},
             backend=self.backend,
+            one_token=self.one_token,
             prompt_lens=self._int32([len(r.token_ids) for r, _ in step] + [0] * padding),
         )
         hidden = self.model(self._int32(ids), torch.tensor(positions, device=self.device), ctx)
