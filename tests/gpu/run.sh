@@ -1,18 +1,10 @@
 #!/bin/sh
 # The CUDA suite on a machine with a GPU and no network: installs the bundle into a folder of its own, then tests.
 #   tests/gpu/run.sh [pytest arguments]
-# BUNDLE: folder made by bundle.py; SITE: where to install it, kept if given; WORKERS: processes that share the GPU.
+# BUNDLE, SITE, PYTHON: see site.sh; WORKERS: processes that share the GPU.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3}
-bundle=${BUNDLE:-.gpu-bundle}
-if [ -z "${SITE:-}" ]; then
-  SITE=$(mktemp -d)
-  trap 'rm -rf "$SITE"' EXIT
-fi
-"$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" "$bundle"/*.whl
-export PYTHONPATH="$PWD/core:$SITE${PYTHONPATH:+:$PYTHONPATH}"
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+. tests/gpu/site.sh
 parallel=
 if "$python" -c 'import xdist' 2>/dev/null; then
   parallel="-n ${WORKERS:-8} --dist worksteal"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelState(ABC):
-    """One instance per loaded model. `row` is a request's stable table index; `i` a position in one batch.
+    """One instance per runner of a loaded model. `row` is a request's stable table index; `i` a position in one batch.
 
     Order within a step: `remove_request`, `add_request`, `stage_step`, `apply_staged_writes` (host), then
     `before_forward`, `prepare_attn`, `get_mm_embeddings`, `prepare_inputs`, the forward, sampling,

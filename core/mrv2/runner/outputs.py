@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,14 @@ class LogprobsOutput:
     logprobs_np: NDArray[np.float32]  # [num_reqs, 1 + k]
     ranks_np: NDArray[np.int64]  # [num_reqs], of the sampled token; 1 is the most likely
 
+    def select(self, at_np: NDArray[np.intp]) -> LogprobsOutput:
+        """A copy of the rows at these positions."""
+        return LogprobsOutput(
+            token_ids_np=self.token_ids_np[at_np],
+            logprobs_np=self.logprobs_np[at_np],
+            ranks_np=self.ranks_np[at_np],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
@@ -29,6 +38,14 @@ class StepOutput:
     tokens_np: NDArray[np.int64]  # [num_reqs, tokens per step]
     num_sampled_np: NDArray[np.int32]  # [num_reqs]; 0 for unfinished prompts and stopped rows
     logprobs: LogprobsOutput | None = None
+
+
+class Pending(Protocol):
+    """A step's result on its way."""
+
+    def wait(self) -> StepOutput:
+        """Block until it has arrived."""
+        ...
 
 
 class PendingOutput:
@@ -58,25 +75,29 @@ class PendingOutput:
 
 
 class CopyStream:
-    """Copies from the device to host memory, beside the compute stream where there is one."""
+    """Copies from the device to host memory, beside the compute stream where there is one.
+
+    Attributes:
+        stream: of the copies; None on the CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def start(self, tensors: list[Tensor]) -> list[Tensor]:
         """Begin copying; the results are valid after the event of `record`."""
-        if self._stream is None:
+        if self.stream is None:
             return [t.clone() for t in tensors]
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
             for t in tensors:
-                t.record_stream(self._stream)
+                t.record_stream(self.stream)
             return [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
 
     def record(self) -> torch.cuda.Event | None:
         """An event after all copies begun so far; None where copies are immediate."""
-        if self._stream is None:
+        if self.stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(self.stream)
         return event

@@ -15,7 +15,7 @@ from torch import Tensor
 from mrv2.attn.groups import KVGroup
 from mrv2.kernels.update_after_sample import update_after_sample
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.outputs import CopyStream, PendingOutput
+from mrv2.runner.outputs import CopyStream, Pending, PendingOutput
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS
 from mrv2.sample.sampler import Sampler, SamplerOutput
 from mrv2.sample.states import SamplerNeeds, SamplingStates
@@ -76,12 +76,15 @@ class Runner:
         self._state.apply_staged_writes()
 
         self._forward.copy_blocks(plan.copies)
-        view = self._buffers.prepare(plan, self._requests, self._tables)
+        view = self._prepare(plan)
         hidden = self._forward.hidden(view)
         return PendingStep(plan=plan, view=view, hidden=hidden, needs=self._sampling.needs(plan.rows_np))
 
+    def _prepare(self, plan: StepPlan) -> StepView:
+        return self._buffers.prepare(plan, self._requests, self._tables)
+
     @torch.inference_mode()
-    def finish(self, step: PendingStep) -> PendingOutput:
+    def finish(self, step: PendingStep) -> Pending:
         """Sample, write back to the request table, and start the copy to the host."""
         view, requests = step.view, self._requests
         sampled = self._sample(step)
