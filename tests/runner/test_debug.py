@@ -198,7 +198,7 @@ def test_a_freed_rows_columns_are_poisoned(tiny):
                 return {}
             row = view.rows.clamp(min=0).long()
             ids = view.table.all_token_ids[row, view.table.total_len[row].clamp(max=self.limits.max_model_len - 1)]
-            torch.zeros(self.limits.vocab_size)[ids.long()]
+            torch.zeros(self.limits.vocab_size)[ids.long().cpu()]  # a bad index would end the process on a GPU
             return {}
 
     model = tiny("llama")
