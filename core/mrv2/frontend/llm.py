@@ -61,6 +61,7 @@ class LLM:
         parts = assemble(self.model, self.config)
         self.limits = parts.limits
         self.stats = parts.engine.scheduler.stats
+        self.graph_stats = parts.graphs
         self._intake = parts.intake
         self._driver = Driver(
             parts.engine, self.model.tokenizer, device=parts.limits.device, max_queue=self.config.max_queue
