@@ -81,7 +81,11 @@ def make_engine(model: LoadedModel, num_reqs: int, device: torch.device) -> Engi
     return assemble(
         model,
         EngineConfig(
-            device=str(device), max_num_seqs=num_reqs, max_num_tokens=max(2048, num_reqs), max_model_len=MAX_MODEL_LEN
+            device=str(device),
+            max_num_seqs=num_reqs,
+            max_num_tokens=max(2048, num_reqs),
+            max_model_len=MAX_MODEL_LEN,
+            graphs=False,
         ),
     )
 

@@ -59,7 +59,9 @@ DebugRunner = Annotated[
 ]
 Graphs = Annotated[
     bool | None,
-    typer.Option("--graphs/--no-graphs", help="CUDA graphs of decode steps. Default: on a GPU, if the model allows it."),
+    typer.Option(
+        "--graphs/--no-graphs", help="CUDA graphs of decode steps. Default: on a GPU, if the model allows it."
+    ),
 ]
 PrefixCaching = Annotated[
     bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: if the adapter offers it.")

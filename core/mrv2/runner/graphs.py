@@ -8,6 +8,7 @@ size is on the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 import warnings
@@ -161,7 +162,9 @@ class StepGraphs:
     def rehearse(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Run the largest steps eagerly, for what they compile and allocate."""
         for sampler in samplers:
-            key = find_key(self.plan, max(self.plan.num_reqs, default=0), max(self.plan.max_seq_lens, default=0), sampler)
+            key = find_key(
+                self.plan, max(self.plan.num_reqs, default=0), max(self.plan.max_seq_lens, default=0), sampler
+            )
             if isinstance(key, GraphKey):
                 self._dry_run(key)
 
@@ -204,13 +207,17 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             # cuBLAS has a workspace per stream: not in the pool, where the first capture would put it.
             for dtype in (torch.float32, torch.bfloat16):
-                square = torch.zeros(64, 64, dtype=dtype, device=device)
+                square = torch.zeros(64, 64, dtype=dtype, device=self._device)
                 torch.mm(square, square)
+        return stream
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """See `Recorder.record`. Doesn't wait for the device."""

@@ -4,7 +4,7 @@
 to the host. Between the two, and until the output is read, the next step may be planned and begun: its
 input ids and lengths come from the device's own columns.
 
-With graphs, `begin` replays a step's decodes, up to the tokens on the host, and what has more than one token per request
+With graphs, `begin` replays a step's decodes, up to their tokens on the host; what has more than one token per request
 follows as a forward of its own.
 """
 

@@ -125,7 +125,9 @@ def _storages(value: Any) -> set[int]:
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
-    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors([a for a in args if isinstance(a, (list, tuple))]))
+    return any(
+        t.dtype in (torch.bool, torch.uint8) for t in _tensors([a for a in args if isinstance(a, (list, tuple))])
+    )
 
 
 def _caller() -> str:
