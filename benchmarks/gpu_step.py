@@ -21,11 +21,11 @@ import transformers
 from timing import environment
 
 from mrv2.config import load_model_config
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import build_model
 from mrv2.model_state.default import DefaultModelState
 from mrv2.registry import Registry
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.outputs import PendingOutput
 from mrv2.sample.params import SamplingParams
 

@@ -36,7 +36,7 @@ from timing import environment
 
 import mrv2.frontend.llm
 from mrv2 import LLM, SamplingParams
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.outputs import PendingOutput, RingOutput
 
 PROMPT, MEASURED_FROM, MEASURED = 256, 16, 32  # 272 to 304 tokens of context

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
+from mrv2.frontend.build import EngineConfig, assemble, load
 from mrv2.frontend.courier import Courier, PieceQueue
 from mrv2.frontend.driver import Driver
 from mrv2.frontend.results import RequestOutput, StreamOutput
 from mrv2.frontend.ticket import ResultFuture, Ticket
-from mrv2.runner.build import EngineConfig, assemble, load
 from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 

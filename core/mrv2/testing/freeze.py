@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mrv2.attn.triton import TritonAttention
 from mrv2.errors import GraphCaptureError
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.model_state.graphs import GraphPlan
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.graphs import CudaRecorder, Recorder, StepGraphs
 from mrv2.runner.runner import Runner
 from mrv2.sample.params import SamplingParams

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from mrv2.attn.groups import KVGroup
+from mrv2.debug.canaries import Canaries, WatchedPool, send
+from mrv2.debug.guard import GuardedView, StepScope, guard_meta, guard_view
 from mrv2.errors import PoisonReadError
-from mrv2.runner.canaries import Canaries, WatchedPool, send
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.outputs import Pending, StepOutput
 from mrv2.runner.runner import PendingStep, Runner
-from mrv2.state.guard import GuardedView, StepScope, guard_meta, guard_view
 from mrv2.state.plan import StepPlan
 from mrv2.state.staging import StagingRing
 from mrv2.state.view import AttnMetadata, StepView

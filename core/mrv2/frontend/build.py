@@ -14,6 +14,8 @@ from mrv2.adapter import require
 from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
 from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
+from mrv2.debug.canaries import WatchedPool
+from mrv2.debug.runner import DebugRunner, GuardedForward
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
@@ -28,8 +30,6 @@ from mrv2.model_state.default import DefaultModelState
 from mrv2.model_state.graphs import GraphSupport
 from mrv2.registry import Registry
 from mrv2.runner.block_pool import BlockPool
-from mrv2.runner.canaries import WatchedPool
-from mrv2.runner.debug import DebugRunner, GuardedForward
 from mrv2.runner.device import choose_device, on_device
 from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
