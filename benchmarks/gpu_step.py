@@ -21,11 +21,11 @@ import transformers
 from timing import environment
 
 from mrv2.config import load_model_config
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import build_model
 from mrv2.model_state.default import DefaultModelState
 from mrv2.registry import Registry
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.outputs import PendingOutput
 from mrv2.sample.params import SamplingParams
 
@@ -81,7 +81,11 @@ def make_engine(model: LoadedModel, num_reqs: int, device: torch.device) -> Engi
     return assemble(
         model,
         EngineConfig(
-            device=str(device), max_num_seqs=num_reqs, max_num_tokens=max(2048, num_reqs), max_model_len=MAX_MODEL_LEN
+            device=str(device),
+            max_num_seqs=num_reqs,
+            max_num_tokens=max(2048, num_reqs),
+            max_model_len=MAX_MODEL_LEN,
+            graphs=False,
         ),
     )
 

@@ -530,6 +530,19 @@ class PoisonReadError(EngineError):
     title = "NaN in a hidden state"
 
 
+class GraphCaptureError(EngineError):
+    """A decode step could not be captured as a CUDA graph. What it launches has to be the same in every step of its
+    size, and nothing on the way may wait for the device: a value read with `.item()`, `int(tensor)` or a mask as an
+    index, a copy from memory that isn't pinned, memory allocated in another stream.
+
+    `mrv2.testing.check_frozen` finds the line, without a GPU too. A model whose device side can't do without says
+    `GraphSupport.NEVER` in `ModelState.graph_support`, one whose kernel can't says `capturable=False` in `L.cache`.
+    """
+
+    code = "MRV2-410"
+    title = "step can't be captured"
+
+
 # ---- 5xx: command line and files ---------------------------------------------------------------------------
 
 

@@ -12,4 +12,4 @@ fi
 # shellcheck disable=SC2086
 "$python" -m pytest -q --device cuda --durations=10 $parallel \
   tests/gpu tests/kernels tests/state tests/layers/test_fused_kernels.py \
-  tests/runner/test_on_cuda.py tests/runner/test_engine.py tests/runner/test_state_machine.py "$@"
+  tests/runner/test_on_cuda.py tests/runner/test_graphs.py tests/runner/test_engine.py tests/runner/test_state_machine.py "$@"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mrv2 import LLM, SamplingParams
+from mrv2.debug.runner import DebugRunner
 from mrv2.errors import CacheWriteError, PoisonReadError, StaleStepError
 from mrv2.model_state.default import DefaultModelState
 from mrv2.runner.block_pool import BlockPool
-from mrv2.runner.debug import DebugRunner
 from mrv2.runner.runner import Runner
 from mrv2.state.staging import StagingRing
 

@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig
 
 from mrv2 import LLM
+from mrv2.debug.runner import DELAY
 from mrv2.errors import CacheWriteError
+from mrv2.frontend.build import EngineConfig, assemble, load
 from mrv2.runner import outputs
-from mrv2.runner.build import EngineConfig, assemble, load
-from mrv2.runner.debug import DELAY
 from mrv2.sample.params import SamplingParams
 from mrv2.state.staging import StagingRing
 from mrv2.testing.checkpoints import make_checkpoint

@@ -57,6 +57,12 @@ DebugRunner = Annotated[
         help="Make faults of adapters and kernels show: late streams, poisoned memory, a watched KV cache. Slow.",
     ),
 ]
+Graphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--graphs/--no-graphs", help="CUDA graphs of decode steps. Default: on a GPU, if the model allows it."
+    ),
+]
 PrefixCaching = Annotated[
     bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: if the adapter offers it.")
 ]
@@ -88,6 +94,7 @@ def command(
     max_num_tokens: MaxNumTokens = 2048,
     kv_memory: KvMemory = None,
     prefix_caching: PrefixCaching = None,
+    graphs: Graphs = None,
     debug_runner: DebugRunner = False,
     adapter: Adapters = None,
     json: Json = False,
@@ -140,6 +147,7 @@ def command(
         max_num_tokens=max_num_tokens,
         kv_memory=kv_memory,
         prefix_caching=prefix_caching,
+        graphs=graphs,
         debug=debug_runner,
     )
     with llm:

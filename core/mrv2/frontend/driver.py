@@ -161,10 +161,12 @@ class Driver:
         self._events.close()
 
     def _take_mail(self) -> bool:
-        """Take arrivals and endings; wait when idle. False: close."""
+        """Take arrivals and endings; wait when idle, after what can be done in advance. False: close."""
+        while not self._has_mail() and self._engine.use_idle_time():
+            pass
         with self._lock:
             self._room.notify_all()
-            while not (self._arrivals or self._endings or self._closing or self._engine.has_work):
+            while not self._has_mail():
                 self._wake.wait()
             if self._closing:
                 return False
@@ -183,6 +185,10 @@ class Driver:
             if request is not None:
                 self._events.put(request, urgent=True)
         return True
+
+    def _has_mail(self) -> bool:
+        """Whether there is anything to do. Without the lock it may be out of date."""
+        return bool(self._arrivals or self._endings or self._closing or self._engine.has_work)
 
     def _fail(self, error: BaseException) -> None:
         """Note why the engine has failed: the first reason, which later ones may follow from."""

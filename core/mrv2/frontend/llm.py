@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
+from mrv2.frontend.build import EngineConfig, assemble, load
 from mrv2.frontend.courier import Courier, PieceQueue
 from mrv2.frontend.driver import Driver
 from mrv2.frontend.results import RequestOutput, StreamOutput
 from mrv2.frontend.ticket import ResultFuture, Ticket
-from mrv2.runner.build import EngineConfig, assemble, load
 from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 
@@ -61,6 +61,7 @@ class LLM:
         parts = assemble(self.model, self.config)
         self.limits = parts.limits
         self.stats = parts.engine.scheduler.stats
+        self.graph_stats = parts.graphs
         self._intake = parts.intake
         self._driver = Driver(
             parts.engine, self.model.tokenizer, device=parts.limits.device, max_queue=self.config.max_queue

@@ -7,6 +7,7 @@ from mrv2.kernels.gumbel import gumbel_noise
 from mrv2.kernels.prepare_inputs import prepare_inputs
 from mrv2.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from mrv2.kernels.registry import Kernel, jit, kernel, on_host, tl, triton
+from mrv2.kernels.report_sampled import report_sampled
 from mrv2.kernels.sample_gumbel import sample_gumbel
 from mrv2.kernels.sample_ranked import sample_ranked
 from mrv2.kernels.staged_writes import apply_staged_writes
@@ -24,6 +25,7 @@ __all__ = [
     "on_host",
     "prepare_inputs",
     "qk_norm_rope_cache",
+    "report_sampled",
     "sample_gumbel",
     "sample_ranked",
     "tl",

@@ -219,11 +219,20 @@ class LayerSet(Protocol):
 
     # -- an adapter's own mixers -------------------------------------------------------------------------
 
-    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+    def cache(
+        self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel, *, capturable: bool = True
+    ) -> nn.Module:
         """A cache of the calling module's own, and the kernel that uses it; see `mrv2.layers.custom`.
 
         Call: `layer(ctx, *inputs, out=tensor) -> out`, inputs and `out` [num_tokens, ...]. A module may have
         several. A model class with a `PerRequest` cache says so: `recurrent = True`.
+
+        Args:
+            name: of the cache.
+            spec: its tensors.
+            kernel: reads and writes them.
+            capturable: whether a CUDA graph may hold the kernel's launches. False: it computes on the host what
+                changes from step to step, and the model's steps run eagerly.
         """
         ...
 

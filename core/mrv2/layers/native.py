@@ -275,7 +275,9 @@ class NativeLayers(LayerSet):
 
     # -- an adapter's own mixers -------------------------------------------------------------------------
 
-    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+    def cache(
+        self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel, *, capturable: bool = True
+    ) -> nn.Module:
         """See `LayerSet.cache`. There is one rank, so entries have their global shapes."""
         full = self._prefix + name
         if full in self._built.caches:
@@ -288,7 +290,7 @@ class NativeLayers(LayerSet):
             if tensor.shard is not None and not 0 <= tensor.shard < len(tensor.shape):
                 raise self._argument(name, f"divides axis {tensor.shard} of {key}, shape {list(tensor.shape)}")
         self._built.caches[full] = spec
-        return self._add(name, CacheHandle(full, kernel))
+        return self._add(name, CacheHandle(full, kernel, capturable=capturable))
 
     # -- the same, typed -------------------------------------------------------------------------------
 

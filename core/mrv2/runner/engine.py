@@ -66,6 +66,11 @@ class Engine:
         plan, pending = self._in_flight.popleft()
         return self.scheduler.update(plan, pending.wait())
 
+    def use_idle_time(self) -> bool:
+        """Do a bit of what will be needed later, such as capturing a graph; False: there is nothing of the kind."""
+        graphs = self._runner.graphs if isinstance(self._runner, Runner) else None
+        return graphs is not None and graphs.capture_next()
+
     def _launch(self, plan: StepPlan) -> Pending:
         if isinstance(self._runner, SyncRunner):
             return _Ready(self._runner.step(plan))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,11 +31,12 @@ def measure_step(make_runner: Callable[[], Runner], limits: Limits, groups: tupl
     Raises:
         UnsupportedError: it doesn't fit.
     """
-    before = torch.cuda.memory_allocated(limits.device)
-    torch.cuda.reset_peak_memory_stats(limits.device)
     try:
-        runner = make_runner()
-        runner.finish(runner.begin(largest_plan(limits, groups))).wait()
+        with _peak(limits.device) as step:
+            runner = make_runner()
+            runner.finish(runner.begin(largest_plan(limits, groups))).wait()
+        with _peak(limits.device) as graphs:  # they have their own memory, the same for all
+            runner.rehearse_graphs()
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"max_num_tokens={limits.max_num_tokens} and max_num_seqs={limits.max_rows}: a step of this size doesn't "
@@ -41,10 +44,23 @@ def measure_step(make_runner: Callable[[], Runner], limits: Limits, groups: tupl
             where="engine settings",
             fix="lower one of the two",
         ) from error
-    peak = torch.cuda.max_memory_allocated(limits.device)
     del runner
     torch.cuda.empty_cache()
-    return int(peak - before)
+    return step.nbytes + graphs.nbytes
+
+
+@dataclass
+class _Peak:
+    nbytes: int = 0
+
+
+@contextlib.contextmanager
+def _peak(device: torch.device) -> Iterator[_Peak]:
+    """Bytes that are allocated within at most, beyond those that were before."""
+    peak, before = _Peak(), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    peak.nbytes = torch.cuda.max_memory_allocated(device) - before
 
 
 def largest_plan(limits: Limits, groups: tuple[KVGroup, ...]) -> StepPlan:

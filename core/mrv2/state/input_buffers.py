@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrv2.kernels.prepare_inputs import prepare_inputs
@@ -38,6 +39,7 @@ class InputBuffers:
 
     Attributes:
         batch: [2, n] int32 on the device: rows, and where queries start; the view's tensors of these names lie here.
+            The last place of the first line is beyond all rows, and free for what a graph has to be told.
     """
 
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
@@ -82,7 +84,7 @@ class InputBuffers:
         assert 0 < plan.num_reqs <= num_reqs <= self._limits.max_rows, (plan.num_reqs, num_reqs)
         assert plan.num_tokens <= num_tokens <= self._limits.max_num_tokens, (plan.num_tokens, num_tokens)
         self.gather(
-            self._staged(plan),
+            torch.from_numpy(self._stage(plan)),
             states,
             tables,
             num_reqs=num_reqs,
@@ -90,16 +92,56 @@ class InputBuffers:
             max_seq_len=plan.max_seq_len,
         )
         self._ring.release()
+        return self.view(
+            states,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_decodes=plan.num_decodes,
+            max_query_len=plan.max_query_len,
+            max_seq_len=plan.max_seq_len,
+        )
+
+    def send(self, plan: StepPlan | None, note: int) -> None:
+        """Bring a plan's rows and query starts to `batch`, from where a graph gathers.
+
+        Args:
+            plan: the step; None: one of padding alone.
+            note: put into `note`.
+        """
+        if plan is None:
+            self.batch.fill_(-1)
+            self.batch[1].zero_()
+            return
+        self._stage(plan)[0, -1] = note
+        self._ring.send(self.batch.view(-1).view(torch.uint8))
+
+    @property
+    def note(self) -> Tensor:
+        """[1] int32 on the device: what came with the last `send`; -1 with padding alone."""
+        return self.batch[0, -1:]
+
+    def view(
+        self,
+        states: RequestStates,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        num_decodes: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> StepView:
+        """The buffers at these padded sizes, as they have been or will be gathered."""
+        cut = self._cut_for(num_reqs, num_tokens)
         return StepView(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
-            max_query_len=plan.max_query_len,
-            max_seq_len=plan.max_seq_len,
-            num_decodes=plan.num_decodes,
-            block_tables=self._cut.block_tables,
-            slot_mappings=self._cut.slot_mappings,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            num_decodes=num_decodes,
+            block_tables=cut.block_tables,
+            slot_mappings=cut.slot_mappings,
             table=states.table,
-            **self._cut.shared,
+            **cut.shared,
         )
 
     def gather(
@@ -123,8 +165,7 @@ class InputBuffers:
             num_tokens: padded.
             max_seq_len: upper bound; block ids that only longer requests have stay what an earlier step left.
         """
-        if (self._cut.num_reqs, self._cut.num_tokens) != (num_reqs, num_tokens):
-            self._cut = self._cut_to(num_reqs, num_tokens)
+        cut = self._cut_for(num_reqs, num_tokens)
         assert len(tables.by_row) == len(self._widths), (len(tables.by_row), len(self._widths))
         prepare_inputs(
             num_computed=states.table.num_computed,
@@ -134,12 +175,12 @@ class InputBuffers:
             block_sizes=tables.block_sizes,
             num_cols=tables.num_cols(max_seq_len),
             batch=batch,
-            block_tables=self._cut.tables,
-            slots=self._cut.slots,
-            **self._cut.shared,
+            block_tables=cut.tables,
+            slots=cut.slots,
+            **cut.shared,
         )
 
-    def _staged(self, plan: StepPlan) -> Tensor:
+    def _stage(self, plan: StepPlan) -> NDArray[np.int32]:
         """Rows and query starts in a staging buffer; padding, to its end, has row -1 and no tokens."""
         nbytes, n = self.batch.nbytes, plan.num_reqs
         batch_np = self._ring.take(nbytes)[:nbytes].view(np.int32).reshape(self.batch.shape)
@@ -147,7 +188,13 @@ class InputBuffers:
         batch_np[1, 0], batch_np[1, n + 1 :] = 0, plan.num_tokens
         np.cumsum(plan.query_lens_np, out=batch_np[1, 1 : n + 1])
         assert batch_np[1, n] == plan.num_tokens, (batch_np[1, n], plan.num_tokens)
-        return torch.from_numpy(batch_np)
+        return batch_np
+
+    def _cut_for(self, num_reqs: int, num_tokens: int) -> _Cut:
+        """The last cut, if its sizes are these."""
+        if (self._cut.num_reqs, self._cut.num_tokens) != (num_reqs, num_tokens):
+            self._cut = self._cut_to(num_reqs, num_tokens)
+        return self._cut
 
     def _cut_to(self, num_reqs: int, num_tokens: int) -> _Cut:
         tables = self._block_tables[:, :num_reqs]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from mrv2.attn.groups import AttentionCache
 from mrv2.config import ModelConfig
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.layers.base import StepContext, WeightMap
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.model_state.default import DefaultModelState
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
 
 VOCAB_SIZE = 8
 

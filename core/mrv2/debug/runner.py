@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from mrv2.attn.groups import KVGroup
+from mrv2.debug.canaries import Canaries, WatchedPool, send
+from mrv2.debug.guard import GuardedView, StepScope, guard_meta, guard_view
 from mrv2.errors import PoisonReadError
-from mrv2.runner.canaries import Canaries, WatchedPool, send
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.outputs import LogprobsOutput, Pending, StepOutput
+from mrv2.runner.outputs import Pending, StepOutput
 from mrv2.runner.runner import PendingStep, Runner
-from mrv2.state.guard import GuardedView, StepScope, guard_meta, guard_view
 from mrv2.state.plan import StepPlan
 from mrv2.state.staging import StagingRing
 from mrv2.state.view import AttnMetadata, StepView
@@ -61,6 +61,7 @@ class DebugRunner(Runner):
       too early is then read too late.
     - Steps are padded. Staging buffers, per-request columns of rows without an owner, and a step's own tensors after
       it hold poison, released cache blocks NaN.
+    - Nothing is replayed: each step has a view of its own, and may be late.
     - A write to a cache block without an entry of the step, NaN in the hidden state of a request, and a view or
       metadata read after the step raise typed errors.
 
@@ -81,7 +82,7 @@ class DebugRunner(Runner):
             self._poison_rows(range(forward.state.limits.max_rows))
 
     @torch.inference_mode()
-    def begin(self, plan: StepPlan) -> PendingStep:
+    def begin(self, plan: StepPlan) -> PendingStep | Pending:
         """See `Runner.begin`."""
         self._delay(plan.step_id, copies=False)
         self._poison_rows([row for row, _ in plan.removed])
@@ -101,8 +102,9 @@ class DebugRunner(Runner):
         return guard_view(view, StepScope(plan.step_id))
 
     @torch.inference_mode()
-    def finish(self, step: PendingStep) -> Pending:
+    def finish(self, step: PendingStep | Pending) -> Pending:
         """See `Runner.finish`."""
+        assert isinstance(step, PendingStep), "no graphs: each step has a guarded view of its own"
         view = step.view
         assert isinstance(view, GuardedView)
         self._delay(step.plan.step_id, copies=False)
@@ -169,21 +171,12 @@ class _Checked:
         self._plan, self._runner = plan, runner
 
     def wait(self) -> StepOutput:
-        """The output without its padding."""
+        """The output."""
         output = self._pending.wait()
         if self._done is not None:
             self._done.synchronize()
         self._runner.raise_if(self._report.tolist(), self._plan)
-        n, logprobs = self._plan.num_reqs, output.logprobs
-        if logprobs is not None:
-            kept = {f.name: getattr(logprobs, f.name)[:n] for f in fields(logprobs)}
-            logprobs = LogprobsOutput(**kept)
-        return StepOutput(
-            step_id=output.step_id,
-            tokens_np=output.tokens_np[:n],
-            num_sampled_np=output.num_sampled_np[:n],
-            logprobs=logprobs,
-        )
+        return output
 
 
 def _spoil(view: StepView, groups: Sequence[KVGroup], block: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -13,9 +14,12 @@ from mrv2.adapter import require
 from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
 from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
+from mrv2.debug.canaries import WatchedPool
+from mrv2.debug.runner import DebugRunner, GuardedForward
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
+from mrv2.layers.custom import CacheHandle
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import load_model
 from mrv2.loader.model import ModelLocation, resolve_model
@@ -23,13 +27,13 @@ from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
 from mrv2.manifest import Capability
 from mrv2.model_state.base import ModelState
 from mrv2.model_state.default import DefaultModelState
+from mrv2.model_state.graphs import GraphSupport
 from mrv2.registry import Registry
 from mrv2.runner.block_pool import BlockPool
-from mrv2.runner.canaries import WatchedPool
-from mrv2.runner.debug import DebugRunner, GuardedForward
 from mrv2.runner.device import choose_device, on_device
 from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
+from mrv2.runner.graphs import CudaRecorder, GraphStats, default_plan
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
 from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
@@ -69,9 +73,11 @@ class EngineConfig:
         prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
         depth: steps in flight; None: 1 on a CPU, 2 on a GPU.
         runner: "async", or "sync": its plain twin, for debugging.
+        graphs: replay decode steps as CUDA graphs; None: on a GPU, unless the model can't be captured, `debug` is on or
+            `runner` is "sync". True: refuse where that isn't possible.
         debug: make faults of adapters and kernels show: late streams, poison in what nobody may read, a watch over
             the whole cache, which is 1 GiB at most then unless its size is given. Tokens stay the same; see
-            `DebugRunner`. Slow, and off costs nothing.
+            `DebugRunner`. Slow, and off costs nothing. Turns graphs off.
         max_queue: most requests waiting for a row, preempted ones included. More than that are refused, or fed in as
             room appears (`LLM.generate`). Each costs the memory of its prompt, and waits for all before it: the
             default keeps 64 rows busy for a while without hiding for long that they can't keep up. None: no limit.
@@ -90,6 +96,7 @@ class EngineConfig:
     prefix_caching: bool | None = None
     depth: int | None = None
     runner: Literal["async", "sync"] = "async"
+    graphs: bool | None = None
     debug: bool = False
     max_queue: int | None = 4096
     seed: int | None = None
@@ -111,6 +118,9 @@ class EngineConfig:
             ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
             ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
             ("runner", self.runner in ("async", "sync"), "async or sync"),
+            ("graphs", self.graphs in (None, False, True), "true, false, or None"),
+            ("graphs", not (self.graphs and self.debug), "left out or false with debug=True"),
+            ("graphs", not (self.graphs and self.runner == "sync"), "left out or false with runner='sync'"),
             ("debug", isinstance(self.debug, bool), "true or false"),
             ("runner", not self.debug or self.runner == "async", "async with debug=True"),
             ("max_queue", self.max_queue is None or whole(self.max_queue, 1), "an integer of at least 1, or None"),
@@ -129,6 +139,7 @@ class EngineParts:
     engine: Engine
     intake: Intake
     limits: Limits
+    graphs: GraphStats | None  # None: steps run eagerly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +256,10 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
         forward, runner = guarded, DebugRunner(guarded, groups, pool)
     else:
         forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=num_blocks)
-        runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)
+        runner = _runner(loaded, forward, config) if config.runner == "async" else SyncRunner(forward, groups)
+    graphs = runner.graphs if isinstance(runner, Runner) else None
+    if isinstance(runner, Runner):
+        runner.capture_common()
     request_limits = RequestLimits(
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
@@ -258,7 +272,37 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
         engine=Engine(scheduler, runner, depth=depth),
         intake=Intake(request_limits, seed=config.seed, check_options=forward.state.check_options),
         limits=limits,
+        graphs=None if graphs is None else graphs.stats,
     )
+
+
+def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> Runner:
+    """With graphs, if there are to be any."""
+    limits, state = forward.state.limits, forward.state
+    runner = Runner(forward, state.groups)
+    if config.graphs is False or config.debug:
+        return runner
+    fixed = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
+    reason = _why_eager(loaded, state)
+    if reason is None:
+        runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
+    elif config.graphs:
+        raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fixed)
+    elif limits.device.type == "cuda":
+        warnings.warn(f"decode steps run without CUDA graphs: {reason}", stacklevel=2)
+    return runner
+
+
+def _why_eager(loaded: LoadedModel, state: ModelState) -> str | None:
+    """What keeps steps from being captured; None: nothing."""
+    if state.limits.device.type != "cuda":
+        return f"the model runs on {state.limits.device}"
+    if state.graph_support() is GraphSupport.NEVER:
+        return f"{type(state).__qualname__}.graph_support() of {loaded.adapter} is NEVER"
+    for module in loaded.module.modules():
+        if isinstance(module, CacheHandle) and not module.capturable:
+            return f"{loaded.adapter} declares the kernel of {module.name} with capturable=False"
+    return None
 
 
 def _limits(loaded: LoadedModel, config: EngineConfig, device: torch.device) -> Limits:
@@ -287,7 +331,7 @@ def _num_blocks(
     """Blocks of the KV cache, as many as memory allows and requests could use."""
 
     def make_runner() -> Runner:
-        return Runner(_forward(ForwardPass, loaded, limits, groups, num_blocks=1), groups)
+        return _runner(loaded, _forward(ForwardPass, loaded, limits, groups, num_blocks=1), config)
 
     kv_memory = config.kv_memory or (DEBUG_KV_MEMORY if config.debug else None)
     measured = kv_memory is None and limits.device.type == "cuda"
