@@ -244,7 +244,7 @@ def test_the_largest_step_fits_beside_the_cache(tmp_path):
     settings = EngineConfig(device="cuda", dtype="float32", max_num_seqs=256, max_num_tokens=4096)
     parts = assemble(load(str(folder), settings), settings)
     pool = sum(page.nbytes for page in parts.engine._runner._forward.pages)
-    assert room // 4 < pool < 0.9 * room - 4 * 256 * config.vocab_size  # more than one copy of the logits was left out
+    assert room // 8 < pool < 0.9 * room - 4 * 256 * config.vocab_size  # more than one copy of the logits was left out
     params = SamplingParams(temperature=1, top_k=70_000, top_p=0.9, min_p=0.001, logprobs=64, max_tokens=4, seed=1)
     requests = [parts.intake.request(str(i), [i + 1] * 16, params) for i in range(256)]
     parts.engine.add(requests)
