@@ -127,7 +127,7 @@ def byte_fallback(tmp_path_factory):
 @pytest.mark.parametrize(
     "text", ["hi 日本語", "😀😁😂🤣", "привет, мир", "a é b ü c", "世界😀世界", "x" * 30 + "😀" * 9]
 )
-@pytest.mark.parametrize("prompt", ["", "a b", "so 😀", "日本"])
+@pytest.mark.parametrize("prompt", ["", "a b", "so 😀", "日本", "日本é"])
 def test_byte_fallback_tokenizers(byte_fallback, prompt, text):
     prompt_ids = byte_fallback.encode(prompt) if prompt else [1]
     ids = byte_fallback.encode(prompt + text)[len(prompt_ids) :] if prompt else byte_fallback.encode(text)

@@ -88,7 +88,7 @@ def test_a_stop_string_is_found_at_the_same_token_in_any_pieces(text, stops, cut
 def taken_in_thread(box, rest_until, *, waiting=False):
     """A thread that takes, and where it puts what it got."""
     got = []
-    thread = threading.Thread(target=lambda: got.append(box.take(rest_until, waiting=waiting)))
+    thread = threading.Thread(target=lambda: got.append(box.take(rest_until, waiting=waiting)), daemon=True)
     thread.start()
     return thread, got
 
@@ -202,6 +202,21 @@ def test_pieces_posted_under_way_come_next():
     assert asyncio.run(main()) == ("abcdefghij" * 20,) * 2
 
 
+def test_what_a_reader_causes_comes_too():
+    async def main():
+        loop = asyncio.get_running_loop()
+        queue = PieceQueue(loop, Courier(loop))
+        for c in "abc":  # from the second on, the courier has arrived and not left yet
+            queue.post(piece(c))
+            queue.courier.ring()
+            assert (await queue.get()).text == c
+
+    async def in_time():
+        await asyncio.wait_for(main(), 10)
+
+    asyncio.run(in_time())
+
+
 def test_a_failure_comes_after_the_pieces_before_it():
     async def main():
         loop = asyncio.get_running_loop()
@@ -212,7 +227,7 @@ def test_a_failure_comes_after_the_pieces_before_it():
         assert (await queue.get()).text == "ab"
         for _ in range(2):
             with pytest.raises(OutputError):
-                await queue.get()
+                await asyncio.wait_for(queue.get(), 10)
 
     asyncio.run(main())
 

@@ -262,7 +262,8 @@ def test_a_snapshot_may_be_kept(tiny, keep):
     model = tiny("llama")
     planted = dataclasses.replace(model, loaded=dataclasses.replace(model.loaded, state_class=Snapshot))
     prompts = ragged_prompts(3)
-    assert run(planted.engine(debug=keep), prompts) == [model.oracle(p, 20) for p in prompts]
+    # It reads on the host, which no graph could replay.
+    assert run(planted.engine(debug=keep, graphs=False), prompts) == [model.oracle(p, 20) for p in prompts]
 
 
 def test_whoever_waits_gets_the_error_itself(text_model):

@@ -15,9 +15,6 @@ PROMPT_TOKENS = 6
 MAX_HELD_TOKENS = 16
 """No character takes more tokens; past this the bytes are simply not UTF-8, and holding on would only cost."""
 
-MAX_HELD_BYTES = 3
-"""Of a character that isn't whole."""
-
 MAX_NEW_TOKENS = 256
 """Tokens in a window that ended within a character every time: time to look at them one by one."""
 
@@ -74,16 +71,16 @@ class IncrementalDetokenizer:
         return "".join([self._push_one(token) for token in token_ids])
 
     def _push_all(self, token_ids: list[int], text: str, given: int) -> str | None:
-        """The same as one token after the other, if the text at the end is a character, or begins one."""
+        """The same as one token after the other. None: it isn't, or nobody knows."""
         certain = text.rstrip(REPLACEMENT)
-        num_held, num_new = len(text) - len(certain), self._num_new + len(token_ids)
-        if len(certain) <= given or (num_held and (num_held > MAX_HELD_BYTES or num_new > MAX_NEW_TOKENS)):
+        whole, num_new = len(certain) == len(text), self._num_new + len(token_ids)
+        if len(certain) <= given or (not whole and num_new > MAX_NEW_TOKENS):
             return None
         self._window = self._window + token_ids
-        if num_held:
-            self._prompt, self._given, self._num_new, self._num_idle = None, len(certain), num_new, 0
-        else:
+        if whole:
             self._begin_anew(num_new)
+        else:
+            self._prompt, self._given, self._num_new, self._num_idle = None, len(certain), num_new, 0
         return certain[given:]
 
     def whole(self, token_ids: list[int], texts: Sequence[str]) -> str:
