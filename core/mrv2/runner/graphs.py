@@ -229,8 +229,7 @@ class CudaRecorder:
             try:
                 result = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the capture has failed is known
-                    graph.capture_end()
+                self._give_up(graph)
                 raise
             graph.capture_end()
 
@@ -239,6 +238,14 @@ class CudaRecorder:
             return result
 
         return replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed, so that the error that made it fail is the one that is seen."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # some versions of PyTorch don't tell the allocator then
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
 
 @contextlib.contextmanager
