@@ -113,7 +113,11 @@ def waits() -> Iterator[list[float]]:
 def start_decoding(model: LoadedModel, batch: int, device: torch.device, graphs: bool) -> EngineParts:
     """An engine with `batch` requests that are all past their prompts."""
     config = EngineConfig(
-        device=str(device), max_num_seqs=batch, max_num_tokens=max(2048, batch), max_model_len=2048, graphs=graphs
+        device=str(device),
+        max_num_seqs=batch,
+        max_num_tokens=max(2048, batch * PROMPT),  # all prompts in one step, or contexts would differ
+        max_model_len=2048,
+        graphs=graphs,
     )
     parts = assemble(model, config)
     rng = random.Random(0)

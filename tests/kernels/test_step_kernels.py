@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2.kernels import Kernel, apply_staged_writes, copy_blocks, prepare_inputs, update_after_sample
+from mrv2.kernels import Kernel, apply_staged_writes, copy_blocks, prepare_inputs, report_sampled, update_after_sample
 from mrv2.testing import check_kernel
 
 SEEDS = range(30)
@@ -242,3 +242,36 @@ def test_copy_blocks_twin_equals_a_loop():
             want[target] = want[source]
         copy_blocks(**inputs)
         assert torch.equal(inputs["pages"], want)
+
+
+# -- report_sampled --------------------------------------------------------------------------------------
+
+
+def report_sampled_inputs(rng):
+    n, width, num_slots = int(rng.integers(1, 700)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    return {
+        "sampled": ints(rng, 0, 2**31 - 1, (n, width), torch.int64),
+        "num_sampled": ints(rng, 0, width + 1, n),
+        "slot": ints(rng, -1, num_slots, 1),
+        "out": ints(rng, -9, 0, (num_slots, 1 + width, n + int(rng.integers(0, 9)))),
+    }
+
+
+@pytest.mark.sanitize
+def test_report_sampled_kernel_equals_twin():
+    check_kernel(report_sampled, report_sampled_inputs, outputs=(), cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_report_sampled_twin_writes_one_slot(seed):
+    inputs = report_sampled_inputs(np.random.default_rng(seed))
+    before, slot = inputs["out"].clone(), int(inputs["slot"])
+    report_sampled.twin(**inputs)
+    n = len(inputs["num_sampled"])
+    for k, (old, new) in enumerate(zip(before, inputs["out"], strict=True)):
+        if k != slot:
+            assert torch.equal(old, new)
+            continue
+        assert new[0, :n].tolist() == inputs["num_sampled"].tolist()
+        assert new[1:, :n].T.tolist() == inputs["sampled"].tolist()
+        assert torch.equal(old[:, n:], new[:, n:])

@@ -1,7 +1,8 @@
 """Requests come, are preempted, resumed, aborted and end, with outputs returned late: tokens stay the oracle's.
 
-The scheduler's columns are poisoned before a row is given to a request, and in half of the runs, in debug mode, so
-are the device's, and every block: anything not set by its new owner shows as a wrong token.
+The scheduler's columns are poisoned before a row is given to a request. In a third of the runs, in debug mode, so
+are the device's, and every block: anything not set by its new owner shows as a wrong token. In another third
+decodes are replayed.
 """
 
 from collections import deque
@@ -11,8 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from mrv2.runner.graphs import CudaRecorder
 from mrv2.runner.request import FinishReason, Status
 from mrv2.sample.params import SamplingParams
+from mrv2.testing.freeze import replay_decodes
+from mrv2.testing.recorder import RecordedOps
 
 
 def poison_host_columns(scheduler):
@@ -38,9 +42,9 @@ class EngineMachine(RuleBasedStateMachine):
         blocks=st.sampled_from([14, 20, 40]),
         chunk=st.sampled_from([None, 3, 7]),
         prefix_caching=st.booleans(),
-        debug=st.booleans(),
+        kind=st.sampled_from(["plain", "debug", "graphs"]),
     )
-    def start(self, depth, blocks, chunk, prefix_caching, debug):
+    def start(self, depth, blocks, chunk, prefix_caching, kind):
         groups = len(self.tiny.engine().engine.scheduler.kv.groups)
         self.parts = self.tiny.engine(
             block_size=4,
@@ -51,8 +55,12 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=48,
             prefix_caching=prefix_caching,
             depth=depth,
-            debug=debug,
+            debug=kind == "debug",
+            graphs=False,
         )
+        if kind == "graphs":
+            cuda = self.parts.limits.device.type == "cuda"
+            replay_decodes(self.parts, CudaRecorder(self.parts.limits.device) if cuda else RecordedOps())
         poison_host_columns(self.parts.engine.scheduler)
         self.scheduler, self.runner = self.parts.engine.scheduler, self.parts.engine._runner
         self.depth, self.in_flight = depth, deque()

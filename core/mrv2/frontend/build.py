@@ -118,7 +118,7 @@ class EngineConfig:
             ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
             ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
             ("runner", self.runner in ("async", "sync"), "async or sync"),
-            ("graphs", self.graphs in (None, False, True), "true, false, or None"),
+            ("graphs", self.graphs is None or isinstance(self.graphs, bool), "true, false, or None"),
             ("graphs", not (self.graphs and self.debug), "left out or false with debug=True"),
             ("graphs", not (self.graphs and self.runner == "sync"), "left out or false with runner='sync'"),
             ("debug", isinstance(self.debug, bool), "true or false"),
@@ -283,7 +283,7 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> 
     if config.graphs is False or config.debug:
         return runner
     fixed = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
-    reason = _why_eager(loaded, state)
+    reason = why_eager(loaded, state)
     if reason is None:
         runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
     elif config.graphs:
@@ -293,7 +293,7 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> 
     return runner
 
 
-def _why_eager(loaded: LoadedModel, state: ModelState) -> str | None:
+def why_eager(loaded: LoadedModel, state: ModelState) -> str | None:
     """What keeps steps from being captured; None: nothing."""
     if state.limits.device.type != "cuda":
         return f"the model runs on {state.limits.device}"

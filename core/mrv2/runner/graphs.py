@@ -27,10 +27,6 @@ from mrv2.state.view import Limits, StepView
 
 T = TypeVar("T")
 
-SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-SIZE_STEP = 32
-"""Between sizes above the small ones: a step pays for at most this much padding, or half of its own size."""
-
 SHORTEST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of lengths are far apart. Attention splits a request's own length, so that a bound too high costs a few
 programs that end at once; an adapter's kernel may read as far as the bound."""
@@ -75,12 +71,17 @@ class Recorder(Protocol):
 def default_plan(limits: Limits) -> GraphPlan:
     """Sizes up to the largest step of decodes, the largest itself included."""
     most, longest = limits.max_rows, limits.max_model_len
-    sizes = (*SMALL_SIZES, *range(SMALL_SIZES[-1] + SIZE_STEP, most, SIZE_STEP))
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        octave = 1 << (size.bit_length() - 1)
+        # The larger, the more a step pays for each request of padding.
+        size += octave if octave < 16 else octave // 2 if octave < 128 else octave // 4
     bounds, bound = [], SHORTEST_CONTEXT
     while bound < longest:
         bounds.append(bound)
         bound *= CONTEXT_FACTOR
-    return GraphPlan(num_reqs=(*(n for n in sizes if n < most), most), max_seq_lens=(*bounds, longest))
+    return GraphPlan(num_reqs=(*sizes, most), max_seq_lens=(*bounds, longest))
 
 
 def find_key(plan: GraphPlan, num_reqs: int, max_seq_len: int, sampler: SamplerNeeds | None) -> GraphKey | str:
@@ -229,8 +230,7 @@ class CudaRecorder:
             try:
                 result = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the capture has failed is known
-                    graph.capture_end()
+                self._give_up(graph)
                 raise
             graph.capture_end()
 
@@ -239,6 +239,14 @@ class CudaRecorder:
             return result
 
         return replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that has failed, so that the error that made it fail is the one that is seen."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # some versions of PyTorch don't tell the allocator then
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class InputBuffers:
         assert not any(group.states for group in groups[: self._num_paged]), "groups of states come last"
         # Rows, query starts: all that the host has to say of a step. Both begin at multiples of 16 bytes.
         self.batch = torch.zeros(2, rows // 4 * 4 + 4, dtype=torch.int32, device=device)
-        self._ring = StagingRing(self.batch.nbytes, device)
+        self._ring = StagingRing(self.batch.nbytes, device, depth=8)  # a step may need two
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._logits_indices = torch.zeros(rows, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -62,9 +63,9 @@ class RunAgain:
         return run
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], object]] = []
         self._opaque = 0
 
@@ -133,10 +134,10 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 def _caller() -> str:
     """The line outside of this package and of torch that asked, or else the innermost one."""
     frames = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if not any(file.is_relative_to(package) for package in _PACKAGES) or file.parent.name in ("layers", "runner"):
             frames.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frames[0] if frames else "an unknown line"
