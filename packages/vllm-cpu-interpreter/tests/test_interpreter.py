@@ -54,7 +54,7 @@ def test_loads_take_masks_that_became_integers(patches):
     assert "cpu" in backends
     source = np.arange(4, dtype=np.int32)
     pointers = TensorHandle(source.ctypes.data + 4 * np.arange(4, dtype=np.uint64), tl.pointer_type(tl.int32))
-    mask = TensorHandle(np.array([0, 1, 1, 0], dtype=np.int32), tl.int1)
+    mask = TensorHandle(np.array([0, 1, 1, 0], dtype=np.uint8), tl.int1)
     other = TensorHandle(np.full(4, 7, dtype=np.int32), tl.int32)
     loaded = InterpreterBuilder().create_masked_load(pointers, mask, other, None, False)
     assert loaded.data.tolist() == [7, 1, 2, 7]
