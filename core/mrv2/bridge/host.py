@@ -19,7 +19,7 @@ from mrv2.bridge.weights import load_from_vllm
 from mrv2.context import AdapterContext
 from mrv2.errors import ModelBuildError, Mrv2Error, RecurrentFlagError, UnsupportedError
 from mrv2.layers.native import NativeLayers
-from mrv2.layers.vllm.caches import local_entries, state_layout
+from mrv2.layers.vllm.caches import RequestState, local_entries, state_layout
 from mrv2.layers.vllm.context import HIDDEN, RESIDUAL, VllmContext
 from mrv2.layers.vllm.layer_set import VllmLayers
 from mrv2.layers.vllm.names import check_names
@@ -66,10 +66,10 @@ class HostMixin:
             ) from error
         assert isinstance(self, nn.Module)
         check_names(self, layers, prefix)
-        self._check_recurrent(vllm_config)
-        self.requires_grad_(False)
         self.mrv2_config = vllm_config
         self.mrv2_built = layers.built
+        self._check_recurrent(vllm_config)
+        self.requires_grad_(False)
         self.mrv2_first, self.mrv2_last = layers.is_first, layers.is_last
         if layers.built.logits is not None:
             self.logits_processor = layers.built.logits  # where LoRA looks for it
@@ -172,7 +172,10 @@ class HostMixin:
         Raises:
             RecurrentFlagError: it says otherwise; or the config hides it from vLLM.
         """
-        declared, states = bool(self.mrv2_model.recurrent), bool(self._states(vllm_config))
+        declared = bool(self.mrv2_model.recurrent)
+        # A pipeline stage may hold none of a recurrent model's states, so all of it is asked; of others this stage.
+        here = any(isinstance(handle, RequestState) for handle in self.mrv2_built.caches)
+        states = here or (declared and bool(self._states(vllm_config)))
         if declared != states:
             raise RecurrentFlagError(
                 f"recurrent is {declared}, and {'a' if states else 'no'} layer keeps a state per request",
