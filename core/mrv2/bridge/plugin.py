@@ -31,6 +31,7 @@ def _register() -> None:
     from vllm import ModelRegistry
 
     from mrv2.bridge.configs import register_configs
+    from mrv2.bridge.options import check_requests
     from mrv2.layers.vllm.state_backends import register_state_types
 
     hosted = find_hosted()
@@ -42,6 +43,7 @@ def _register() -> None:
                 ModelRegistry.register_model(name, f"{module_name(one.entry)}:{name}")
     register_configs([(one.entry, one.registry) for one in hosted if one.registry is not None and one.error is None])
     register_state_types()
+    check_requests()
     _split_graphs_at_kernels()
 
 

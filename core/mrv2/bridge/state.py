@@ -52,7 +52,7 @@ class BridgeMixin:
         self._views = Views(self.limits)
         self._rows: dict[str, int] = {}  # of requests that `ours` knows
         self._dirty = False  # something was staged and not yet flushed
-        self._table: Any = None  # vLLM's request table; known from the first profiling run on
+        self._table: Any = None  # vLLM's request table, from its sampler or the first profiling run
         self._view: StepView | None = None  # of the last real step
         self._step = 0
         self._changed: tuple[list[tuple[int, str]], list[tuple[int, Any]]] = ([], [])
@@ -99,6 +99,7 @@ class BridgeMixin:
         """Only of real steps, and the first call of one: host work is staged and flushed here."""
         if not self._plain:
             self._stage(input_batch)
+            assert self._table is not None, "a step before any profiling run, and without a sampler"
             self._view = self._views.step(input_batch, self._table, block_tables=tuple(block_tables))
             self.ours.before_forward(self._view)
         super().preprocess_state(input_batch, block_tables, *args, **kwargs)  # type: ignore[misc]
@@ -161,7 +162,8 @@ class BridgeMixin:
         self.ours.after_sample(view, torch.nn.functional.pad(num_sampled.int(), (0, padding)))
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
-        """The adapter's wrapper around vLLM's sampler; None: it has none."""
+        """The adapter's wrapper around vLLM's sampler; None: it has none. Only on the last pipeline stage."""
+        self._table = sampler.req_states
         own = self.ours.custom_sampler(sampler)
         default: tuple[Any, Any] | None = super().custom_sampler(sampler)  # type: ignore[misc]
         return default if own is sampler else (own, None)
