@@ -34,7 +34,7 @@ class Oracle:
 def oracle(tmp_path_factory):
     def make(name):
         folder = tmp_path_factory.mktemp(name) / "model"
-        reference.make_checkpoint(folder, TidalConfig(**SIZES | CONFIGS[name]), seed=3)
+        reference.make_checkpoint(folder, TidalConfig(**SIZES | CONFIGS[name], max_position_embeddings=256), seed=3)
         return Oracle(folder)
 
     return make
@@ -68,13 +68,11 @@ def test_prefix_hits(oracle, engine, generate):
 @pytest.mark.parametrize("name", ["hybrid", "own-only"])
 def test_preemptions(name, oracle, engine, generate, preemptions):
     one = oracle(name)
-    prompts = ragged((30, 31, 40, 28, 20, 20), seed=1)
-    with engine(
-        one.folder, max_model_len=128, enable_prefix_caching=False, num_gpu_blocks_override=BLOCKS[name]
-    ) as llm:
-        one.check(prompts, generate(llm, prompts, 60))
+    prompts = ragged((100, 110, 120, 105, 115, 90), seed=1)
+    with engine(one.folder, enable_prefix_caching=False, num_gpu_blocks_override=BLOCKS[name]) as llm:
+        one.check(prompts, generate(llm, prompts, 50))
         assert preemptions(llm) > 0
 
 
-BLOCKS = {"hybrid": 24, "own-only": 20}
-"""Few enough that six requests don't fit."""
+BLOCKS = {"hybrid": 60, "own-only": 20}
+"""Enough for a few requests to begin, and not for all of them to end."""
