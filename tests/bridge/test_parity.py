@@ -125,4 +125,3 @@ def test_a_compiled_model(reference, engine, generate):
     one = reference("llama")
     with engine(one.folder, hf_overrides={"architectures": ["Mrv2LlamaForCausalLM"]}, enforce_eager=False) as llm:
         one.check(RAGGED, generate(llm, RAGGED))
-

@@ -71,7 +71,7 @@ def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
 
 
 def _check_inspection(config: Any, model: type) -> None:
-    """VLLM asks a class once and stores the answer under a hash of the adapter's files alone."""
+    """A class is asked once by vLLM, which stores the answer under a hash of the adapter's files alone."""
     info = getattr(config.model_config, "_model_info", None)
     wrong = [
         name

@@ -53,6 +53,7 @@ class HostMixin:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_engine(vllm_config, self.mrv2_adapter, type(self))
         model, config = self.mrv2_model, vllm_config.model_config.hf_config
+        _tie_as_written(vllm_config.model_config)
         layers = VllmLayers(vllm_config, prefix)
         try:
             super().__init__(layers, config)  # type: ignore[call-arg]
@@ -189,3 +190,13 @@ class HostMixin:
                 where=str(vllm_config.model_config.model),
                 fix="give the config class another name for that attribute",
             )
+
+
+def _tie_as_written(model_config: Any) -> None:
+    """VLLM takes a head that the checkpoint has, whatever the config says of tying. A copy that differs is refused in
+    the native host, and so it is here: the strict loader compares it.
+    """
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        model_config.hf_config.tie_word_embeddings = True
+        model_config.hf_config.get_text_config().tie_word_embeddings = True
+        model_config.word_embeddings_untied_by_checkpoint = False

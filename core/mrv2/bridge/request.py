@@ -11,7 +11,7 @@ from mrv2.sample.params import SamplingParams
 
 
 def request_data(new: Any, *, max_model_len: int) -> RequestData:
-    """VLLM's `NewRequestData` as ours.
+    """A `NewRequestData` of vLLM as ours.
 
     Options that only vLLM's sampler reads (penalties, masks, strings that stop) aren't shown: no adapter needs them.
     """
@@ -33,7 +33,7 @@ def request_data(new: Any, *, max_model_len: int) -> RequestData:
 
 
 def sampling_params(params: Any) -> SamplingParams:
-    """VLLM's sampling parameters as ours; None, of a request that samples nothing, gives the defaults."""
+    """Sampling parameters of vLLM as ours; None, of a request that samples nothing, gives the defaults."""
     if params is None:
         return SamplingParams()
     seed = params.seed

@@ -70,7 +70,7 @@ class BridgeMixin:
         self.ours.add_request(req_index, request)
 
     def remove_request(self, req_id: str) -> None:
-        """VLLM gives the id alone, and every new request's before it adds it."""
+        """Given is the id alone, and every new request's before it adds it."""
         super().remove_request(req_id)  # type: ignore[misc]
         row = self._rows.pop(req_id, None)
         if row is not None:
@@ -79,7 +79,7 @@ class BridgeMixin:
             self.ours.remove_request(row, req_id)
 
     def apply_staged_writes(self) -> None:
-        """VLLM's own; ours are flushed with the step that they are for, after `stage_step`."""
+        """Those of vLLM; ours are flushed with the step that they are for, after `stage_step`."""
         super().apply_staged_writes()  # type: ignore[misc]
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
@@ -89,9 +89,7 @@ class BridgeMixin:
             if not any(isinstance(layer, RequestState) for layer in layers):
                 self._align_mode = False  # a pipeline stage without states: vLLM would look for one
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
-        forward_context = self.vllm_config.compilation_config.static_forward_context
-        self.ours.groups = self._groups = kv_groups(kv_cache_config, forward_context)
-        self.ours.bind_kv_cache(bound_caches(kv_cache_config, forward_context))
+        self._bind(kv_cache_config)
 
     # -- device side -------------------------------------------------------------------------------------
 
@@ -111,10 +109,13 @@ class BridgeMixin:
         block_tables: Any,
         slot_mappings: Tensor,
         attn_groups: Any,
+        kv_cache_config: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """VLLM's metadata. Builders of adapters' caches get what vLLM doesn't tell them."""
+        """Metadata as vLLM builds it. Builders of adapters' caches get what vLLM doesn't tell them."""
+        if not self._groups:  # 0.26 has no call for it
+            self._bind(kv_cache_config)
         builders = [
             (i, builder)
             for i, group in enumerate(attn_groups)
@@ -131,11 +132,11 @@ class BridgeMixin:
         if self.vllm_config.num_speculative_tokens and isinstance(self, MambaHybridModelState):
             self._tell_accepted(input_batch, [b for _, b in builders if b.states])
         return super().prepare_attn(  # type: ignore[misc]
-            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
+            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, *args, **kwargs
         )
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """VLLM's inputs and the parts'."""
+        """Inputs of vLLM, and the parts'."""
         inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
         self._table = req_states
         if self._plain:
@@ -169,6 +170,12 @@ class BridgeMixin:
         return default if own is sampler else (own, None)
 
     # -- own ---------------------------------------------------------------------------------------------
+
+    def _bind(self, kv_cache_config: Any) -> None:
+        """Tell the adapter's state its groups and caches."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.ours.groups = self._groups = kv_groups(kv_cache_config, layers)
+        self.ours.bind_kv_cache(bound_caches(kv_cache_config, layers))
 
     def _stage(self, batch: Any) -> None:
         """`stage_step`, then the flush."""

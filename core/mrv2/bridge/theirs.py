@@ -31,7 +31,7 @@ class TheirModelMixin:
 
 
 def their_class(how: VllmModel, model: Any, adapter: LoadedAdapter, context: AdapterContext) -> type[nn.Module]:
-    """VLLM's class of `how.architecture`, if it can take the parts' inputs.
+    """The class of `how.architecture` in vLLM, if it can take the parts' inputs.
 
     Raises:
         HookResultError: vLLM has no such class, or its `forward` lacks a part's key.

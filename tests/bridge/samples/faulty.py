@@ -8,8 +8,9 @@
 # ///
 """One defect per architecture, and one that declares no prefix caching."""
 
-import mrv2
 import torch
+
+import mrv2
 from mrv2_adapter_llama.model import LlamaForCausalLM
 
 

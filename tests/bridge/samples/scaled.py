@@ -9,10 +9,11 @@
 # ///
 """An adapter with an extra input per token, from an option per request."""
 
-import mrv2
 import torch
-from mrv2_adapter_llama.model import LlamaForCausalLM
 from pydantic import BaseModel, ConfigDict
+
+import mrv2
+from mrv2_adapter_llama.model import LlamaForCausalLM
 
 
 class Options(BaseModel):

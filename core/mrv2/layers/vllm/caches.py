@@ -248,7 +248,7 @@ class RequestState(CacheHandle, MambaBase):
         return StateBackend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """VLLM cuts the pages; padding is left out."""
+        """Pages as vLLM cuts them; padding is left out."""
         MambaBase.bind_kv_cache(self, kv_cache)
         tensors: Any = iter(self.kv_cache)  # type: ignore[arg-type]
         for name, (shape, dtype) in self.local.items():

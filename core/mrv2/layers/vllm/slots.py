@@ -107,7 +107,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _loader(layer: nn.Module, name: str, shard: int | str | None = None) -> Load:
-    """VLLM's loader of a parameter, which is looked up when it loads: quantisation may replace it."""
+    """The parameter's own loader, looked up when it loads: quantisation may replace it."""
 
     def load(tensor: Tensor) -> None:
         parameter: Any = layer.get_parameter(name)

@@ -42,7 +42,7 @@ def _with_bool_mask(original: Any, position: int) -> Any:
 
 
 def filter_without_triton() -> None:
-    """VLLM's top-k/top-p kernel calls `.to()` on a loop variable, which the interpreter gives as a Python integer.
+    """The top-k/top-p kernel of vLLM calls `.to()` on a loop variable, which the interpreter gives as a Python integer.
 
     Its PyTorch implementation of the same filter takes over.
     """
