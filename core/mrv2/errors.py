@@ -340,7 +340,7 @@ class DownloadError(Mrv2Error):
 
 
 class MissingExtraError(Mrv2Error):
-    """A package that this input format needs isn't installed. The message has the command to install it."""
+    """A package that is needed for what was asked isn't installed. The message has the command to install it."""
 
     code = "MRV2-209"
     title = "package missing"

@@ -74,6 +74,14 @@ COMMANDS: Mapping[str, Command] = {
             "mrv2 generate ./model --input prompts.jsonl --output answers.jsonl",
         ),
     ),
+    "serve": Command(
+        "mrv2.cli.serve:command",
+        "Serve a model by its adapter inside vLLM, with vLLM's OpenAI server.",
+        (
+            "mrv2 serve smollm2 -- --port 8000 --max-model-len 4096",
+            "mrv2 serve ./model --dry-run -- --tensor-parallel-size 2",
+        ),
+    ),
     "explain": Command(
         "mrv2.cli.explain:command",
         "Explain an error code, or list all of them.",
