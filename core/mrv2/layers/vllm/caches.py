@@ -274,12 +274,13 @@ def make_handle(config: VllmConfig, name: str, spec: PerToken | PerRequest, kern
     return layer(config, name, spec, kernel, get_tensor_model_parallel_world_size())
 
 
+# `torch.Tensor`, spelled out: 0.33 reads the annotations in a module that imports no more than torch.
 @eager_break_during_capture
-def _call_kernel(inputs: list[Tensor], out: Tensor, layer_name: str) -> None:
+def _call_kernel(inputs: list[torch.Tensor], out: torch.Tensor, layer_name: str) -> None:
     get_forward_context().no_compile_layers[layer_name].run(inputs, out)
 
 
-def _trace_kernel(inputs: list[Tensor], out: Tensor, layer_name: str) -> None:
+def _trace_kernel(inputs: list[torch.Tensor], out: torch.Tensor, layer_name: str) -> None:
     return
 
 

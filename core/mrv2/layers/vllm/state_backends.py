@@ -18,6 +18,8 @@ def register_state_types() -> None:
     """Add the types to vLLM's enumeration; specs are pickled with them to every process. May be called again."""
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Types
 
+    if not hasattr(Types, "register"):  # 0.26 has no types to add
+        return
     for n in range(1, MAX_TENSORS + 1):
         if STATE_TYPE.format(n) not in Types.__members__:
             Types.register(STATE_TYPE.format(n), f"{__name__}.StateBackend{n}")
