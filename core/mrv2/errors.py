@@ -560,3 +560,13 @@ class StaleInspectionError(Mrv2Error):
 
     code = "MRV2-605"
     title = "stale model information"
+
+
+class VllmProbeError(Mrv2Error):
+    """The installed vLLM can't be asked about adapters: importing it failed, hung, or found nothing to run on.
+
+    The message has the last line that it said. Run the import by hand to see the rest.
+    """
+
+    code = "MRV2-606"
+    title = "vLLM can't be asked"

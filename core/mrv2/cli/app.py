@@ -62,8 +62,8 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         "mrv2.cli.doctor:command",
-        "Take every adapter, or one, through all stages up to its model class, and say what is wrong.",
-        ("mrv2 doctor", "mrv2 doctor acme --json"),
+        "Take every adapter, or one, through all stages up to its model class, in both hosts, and say what is wrong.",
+        ("mrv2 doctor", "mrv2 doctor acme --vllm --json"),
         wrong="an adapter or the environment is broken",
     ),
     "generate": Command(
