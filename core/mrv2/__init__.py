@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mrv2.version import __version__
 
 if TYPE_CHECKING:
-    from mrv2.api import SDK_API, ApiVersion, RequestData, hookimpl
+    from mrv2.api import SDK_API, ApiVersion, RequestData, VllmModel, hookimpl
     from mrv2.context import AdapterContext
     from mrv2.errors import Mrv2Error
     from mrv2.frontend.llm import LLM
@@ -35,6 +35,7 @@ _HOMES = {
     "Registry": "mrv2.registry",
     "RequestData": "mrv2.api",
     "SamplingParams": "mrv2.sample.params",
+    "VllmModel": "mrv2.api",
     "hookimpl": "mrv2.api",
 }
 
@@ -53,6 +54,7 @@ __all__ = [
     "Registry",
     "RequestData",
     "SamplingParams",
+    "VllmModel",
     "__version__",
     "hookimpl",
 ]

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pluggy
 
+from mrv2.api import VllmModel
 from mrv2.context import AdapterContext, Host
 from mrv2.entry import AdapterEntry
 from mrv2.errors import HookResultError, Mrv2Error, UnsupportedError
@@ -139,10 +140,13 @@ class LoadedAdapter:
         with self._checked("mrv2_test_target"):
             return self._call("mrv2_test_target", ctx)
 
-    def vllm(self, ctx: AdapterContext) -> object | None:
+    def vllm(self, ctx: AdapterContext) -> VllmModel | None:
         """How to run inside vLLM; None: with the adapter's own model."""
         with self._checked("mrv2_vllm"):
-            return self._call("mrv2_vllm", ctx)
+            result = self._call("mrv2_vllm", ctx)
+            if result is not None and not isinstance(result, VllmModel):
+                self._wrong("mrv2_vllm", f"{_show(result)}, not an mrv2.VllmModel", "return one, or None")
+            return result
 
     # -- about hooks -------------------------------------------------------------------------------------
 

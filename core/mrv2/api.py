@@ -52,3 +52,16 @@ class RequestData:
     seed: int  # of its draws: the caller's, or one the engine drew
     len_limit: int  # total tokens (prompt + generated) at which the device stops it
     stop_token_ids: tuple[int, ...]  # the caller's and, unless ignored, the model's own end tokens
+
+
+@dataclass(frozen=True, slots=True)
+class VllmModel:
+    """What `mrv2_vllm` returns to run vLLM's own model class, with the adapter's state.
+
+    The parts' keys have to be keywords of that class's `forward`. Weights are loaded by vLLM then, not by us.
+
+    Args:
+        architecture: the class's name in vLLM's registry.
+    """
+
+    architecture: str

@@ -83,6 +83,15 @@ class ModelConfig:
         )
 
 
+def checkpoint_architecture(path: Path) -> str:
+    """The architecture of the checkpoint in folder `path`, without reading more of its config.
+
+    Raises:
+        ConfigError: `config.json` is absent, malformed, or names none or several.
+    """
+    return _architecture(_raw_config(path), path / CONFIG_NAME)
+
+
 def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
     """Read the config of the checkpoint in folder `path`. Code in the checkpoint is never run.
 
@@ -91,11 +100,7 @@ def load_model_config(path: Path, registry: ConfigRegistry) -> ModelConfig:
         UnknownArchitectureError: no adapter serves the architecture.
     """
     file = path / CONFIG_NAME
-    raw = _read_json(file)
-    if raw is None:
-        raise ConfigError(
-            f"there is no {CONFIG_NAME}", where=str(path), fix="give the folder that holds it, or a .gguf file"
-        )
+    raw = _raw_config(path)
     architecture = _architecture(raw, file)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -134,6 +139,15 @@ def _context(text_config: Any, file: Path) -> int | None:
         return min(max(1, int(length * factor)), MAX_SIZE)
     start: Any = length if before is None else checked("original_max_position_embeddings", before, where=str(file))
     return min(max(length, int(start * factor)), MAX_SIZE)
+
+
+def _raw_config(path: Path) -> dict[str, Any]:
+    raw = _read_json(path / CONFIG_NAME)
+    if raw is None:
+        raise ConfigError(
+            f"there is no {CONFIG_NAME}", where=str(path), fix="give the folder that holds it, or a .gguf file"
+        )
+    return raw
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 A message answers four questions: *what* is wrong, *where* it comes from, *how to fix it*, and where to
 read more. `mrv2 explain CODE` prints the class documentation; `docs/errors.md` is generated from it.
 Codes are never reused: 1xx adapters and registry, 2xx checkpoints, configs and tokenizers, 3xx layers and
-kernels, 4xx requests and the runner, 5xx command line and files.
+kernels, 4xx requests and the runner, 5xx command line and files, 6xx inside vLLM.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class DownloadError(Mrv2Error):
 
 
 class MissingExtraError(Mrv2Error):
-    """A package that this input format needs isn't installed. The message has the command to install it."""
+    """A package that is needed for what was asked isn't installed. The message has the command to install it."""
 
     code = "MRV2-209"
     title = "package missing"
@@ -564,3 +564,67 @@ class InputFileError(Mrv2Error):
 
     code = "MRV2-501"
     title = "bad input file"
+
+
+# ---- 6xx: inside vLLM --------------------------------------------------------------------------------------
+
+
+class VllmVersionError(Mrv2Error):
+    """This vLLM isn't one the bridge was tested with, and something the bridge touches has changed in it.
+
+    The message names the member and both signatures. Use a listed vLLM, or a newer mrv2. A version that isn't
+    listed and differs in nothing we touch runs, with one notice.
+    """
+
+    code = "MRV2-601"
+    title = "unknown vLLM"
+
+
+class VllmRunnerError(Mrv2Error):
+    """vLLM runs this model with its old model runner, which would leave out the adapter's state in silence.
+
+    Set `VLLM_USE_V2_MODEL_RUNNER=1`, or give up the option that makes vLLM choose the old one; its log names it.
+    """
+
+    code = "MRV2-602"
+    title = "old model runner"
+
+
+class AdapterExcludedError(Mrv2Error):
+    """The adapter of this architecture is installed, and the allowlist `MRV2_ADAPTERS` doesn't name it.
+
+    Add its distribution to the list, in the environment of every vLLM process.
+    """
+
+    code = "MRV2-603"
+    title = "adapter not allowed"
+
+
+class PluginExcludedError(Mrv2Error):
+    """`VLLM_PLUGINS` lists the plug-ins that vLLM loads, and mrv2 isn't among them, so vLLM knows no adapter.
+
+    Add `mrv2` to the list, or unset the variable.
+    """
+
+    code = "MRV2-604"
+    title = "vLLM doesn't load mrv2"
+
+
+class StaleInspectionError(Mrv2Error):
+    """What vLLM had stored about the model class no longer holds, because a package changed that the class depends on.
+
+    The stored file has been deleted. Start again.
+    """
+
+    code = "MRV2-605"
+    title = "stale model information"
+
+
+class VllmProbeError(Mrv2Error):
+    """The installed vLLM can't be asked about adapters: importing it failed, hung, or found nothing to run on.
+
+    The message has the last line that it said. Run the import by hand to see the rest.
+    """
+
+    code = "MRV2-606"
+    title = "vLLM can't be asked"

@@ -83,7 +83,9 @@ def mrv2_test_target(ctx: AdapterContext) -> object | None:
 
 @hookspec(firstresult=True)
 def mrv2_vllm(ctx: AdapterContext) -> object | None:
-    """How to run inside vLLM, if not with the adapter's own model."""
+    """How to run inside vLLM, if not with the adapter's own model: an `mrv2.VllmModel` names a class of vLLM's, which
+    then runs with the adapter's state.
+    """
 
 
 HOOKS: tuple[str, ...] = (

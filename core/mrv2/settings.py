@@ -24,12 +24,15 @@ class Settings:
             architecture (or model type) that several claim.
         catalogs: `MRV2_CATALOG`, JSON files separated as in `PATH`.
         import_timeout_s: `MRV2_IMPORT_TIMEOUT`, seconds.
+        local_adapters: `MRV2_LOCAL_ADAPTERS`, files and folders separated as in `PATH`. Read inside vLLM only, where
+            there is no command line of ours to name them.
     """
 
     allowlist: tuple[str, ...] | None = None
     prefer: Mapping[str, str] = field(default_factory=dict)
     catalogs: tuple[Path, ...] = ()
     import_timeout_s: float = IMPORT_TIMEOUT_S
+    local_adapters: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -44,6 +47,7 @@ class Settings:
             prefer=_parse_prefer(env.get("MRV2_PREFER", "")),
             catalogs=tuple(Path(p) for p in env.get("MRV2_CATALOG", "").split(os.pathsep) if p),
             import_timeout_s=_parse_seconds(env.get("MRV2_IMPORT_TIMEOUT", "")),
+            local_adapters=tuple(p for p in env.get("MRV2_LOCAL_ADAPTERS", "").split(os.pathsep) if p),
         )
 
 

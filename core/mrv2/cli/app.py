@@ -62,8 +62,8 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         "mrv2.cli.doctor:command",
-        "Take every adapter, or one, through all stages up to its model class, and say what is wrong.",
-        ("mrv2 doctor", "mrv2 doctor acme --json"),
+        "Take every adapter, or one, through all stages up to its model class, in both hosts, and say what is wrong.",
+        ("mrv2 doctor", "mrv2 doctor acme --vllm --json"),
         wrong="an adapter or the environment is broken",
     ),
     "generate": Command(
@@ -72,6 +72,14 @@ COMMANDS: Mapping[str, Command] = {
         (
             'mrv2 generate smollm2 "What is the capital of France?" --chat --temperature 0',
             "mrv2 generate ./model --input prompts.jsonl --output answers.jsonl",
+        ),
+    ),
+    "serve": Command(
+        "mrv2.cli.serve:command",
+        "Serve a model by its adapter inside vLLM, with vLLM's OpenAI server.",
+        (
+            "mrv2 serve smollm2 -- --port 8000 --max-model-len 4096",
+            "mrv2 serve ./model --dry-run -- --tensor-parallel-size 2",
         ),
     ),
     "explain": Command(

@@ -143,9 +143,18 @@ def inspect_adapter(adapter: LoadedAdapter) -> dict[str, Any]:
                 "parts": [{"class": _name(p), "source": source_of(p)} for p in getattr(model, "parts", ())],
                 "state": _name(state),
                 "methods": {name: _supplier(state, name) for name in STATE_METHODS},
+                "vllm_class": _vllm_class(adapter, architecture),
             }
         )
     return {"hooks": {hook: adapter.hook_source(hook) for hook in HOOKS}, "models": models}
+
+
+def _vllm_class(adapter: LoadedAdapter, architecture: str) -> str | None:
+    """The class of vLLM's that the adapter wants to run there instead of its own model."""
+    from mrv2.context import AdapterContext
+
+    how = adapter.vllm(AdapterContext(architecture=architecture, host="vllm"))
+    return None if how is None else how.architecture
 
 
 def _default_state() -> type:

@@ -246,9 +246,10 @@ class Slot:
     """
 
     param: str  # name of the parameter it is part of, relative to the module that lists it
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # global; None: of a quantisation method, whose `load` checks shape and dtype itself
     load: Callable[[Tensor], object] | None
     optional: bool = False  # has a default value when the checkpoint lacks it
+    same: Callable[[Tensor], bool] | None = None  # of a tied slot: whether a copy is equal; None: compared as it is
 
 
 PARAM_SLOT = "mrv2_slot"

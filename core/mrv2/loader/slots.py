@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -85,7 +85,7 @@ def _declared(module: nn.Module) -> Iterator[tuple[str, Slot]]:
     for name, parameter in module.named_parameters(recurse=False):
         slot = getattr(parameter, PARAM_SLOT, None)
         if slot is not None and name not in covered:
-            yield name, Slot(name, slot.shape, slot.load, slot.optional)
+            yield name, replace(slot, param=name)
 
 
 def _resolve(model: nn.Module, path: str, key: str, slot: Slot) -> ResolvedSlot:

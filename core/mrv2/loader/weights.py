@@ -50,6 +50,7 @@ def load_weights(
     weight_map: WeightMap,
     *,
     num_layers: int | None = None,
+    elsewhere: tuple[str, ...] = (),
     where: str = "",
 ) -> LoadReport:
     """Fill `model` from (checkpoint name, tensor) pairs, in any order. Parameters keep their addresses.
@@ -59,6 +60,7 @@ def load_weights(
         tensors: read one at a time; a lazy iterator keeps memory flat.
         weight_map: the family's renames, ignored names, and transform.
         num_layers: the config's layer count; the model must have a stack of that many.
+        elsewhere: prefixes of our names that another pipeline stage fills.
         where: file or folder, for messages.
 
     Raises:
@@ -68,6 +70,8 @@ def load_weights(
     audit = _Audit(collect_slots(model), num_layers)
     copies: list[tuple[str, ResolvedSlot, Tensor]] = []
     for origin, name, tensor in _canonical(tensors, weight_map, audit):
+        if name.startswith(elsewhere):
+            continue
         slot = audit.see(origin, name, tuple(tensor.shape), tensor.dtype)
         if slot is None:
             continue
@@ -78,7 +82,7 @@ def load_weights(
             with torch.no_grad():
                 slot.slot.load(tensor)
     for origin, slot, tensor in copies:
-        if slot.parameter is not None and not _same(tensor, slot.parameter):
+        if not _same(tensor, slot):
             audit.problem("tied", f"{origin} (tied to {slot.param_name})")
     audit.finish(where, fix="Don't run this instance: its weights are incomplete")
     return audit.report()
@@ -113,6 +117,7 @@ def check_weights(
     weight_map: WeightMap,
     *,
     num_layers: int | None = None,
+    elsewhere: tuple[str, ...] = (),
     where: str = "",
 ) -> None:
     """Everything `load_weights` checks except values, from headers alone; the model isn't touched.
@@ -128,7 +133,7 @@ def check_weights(
         return
     for info in infos:
         name = weight_map.canonical(info.name)
-        if name is not None:
+        if name is not None and not name.startswith(elsewhere):
             audit.see(info.name, name, info.shape, info.dtype)
     audit.finish(where, fix=UNTOUCHED)
 
@@ -174,8 +179,12 @@ def _misfit(problems: Mapping[str, list[str]], where: str, state: str) -> Weight
     )
 
 
-def _same(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    return torch.equal(tensor.to(parameter.dtype), parameter.detach().to(tensor.device))
+def _same(tensor: Tensor, slot: ResolvedSlot) -> bool:
+    """Whether a copy in the checkpoint equals the tensor it is tied to, as far as it is in this process."""
+    if slot.slot.same is not None:
+        return slot.slot.same(tensor)
+    parameter = slot.parameter
+    return parameter is None or torch.equal(tensor.to(parameter.dtype), parameter.detach().to(tensor.device))
 
 
 @dataclass(slots=True)
@@ -203,6 +212,8 @@ class _Audit:
             self.problem("twice", f"{origin} (after {self.seen[name]})")
         else:
             self.seen[name] = origin
+            if slot.slot.shape is None:
+                return slot
             floating = slot.parameter is None or slot.parameter.is_floating_point()
             if floating and dtype not in PLAIN_DTYPES:
                 self.problem("dtype", f"{origin} {str(dtype).removeprefix('torch.')}")

@@ -17,6 +17,7 @@ _GROUPS = {
     "3": "Layers and kernels",
     "4": "Requests and the runner",
     "5": "Command line and files",
+    "6": "Inside vLLM",
 }
 
 _HEAD = """# Errors

@@ -1,0 +1,1 @@
+"""The vLLM host: adapters' models and states inside vLLM's Model Runner V2."""

@@ -1,0 +1,94 @@
+"""What is refused before a model is built in vLLM, each by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mrv2.adapter import LoadedAdapter, require
+from mrv2.bridge.versions import check_version
+from mrv2.errors import StaleInspectionError, VllmRunnerError
+from mrv2.manifest import Capability
+
+Asked = Callable[[Any], str]
+"""A vLLM config to the setting that asks for a capability, or an empty string."""
+
+
+def _parallel(size: str, option: str) -> Asked:
+    def asked(config: Any) -> str:
+        n = getattr(config.parallel_config, size)
+        return f"{option} {n}" if n > 1 else ""
+
+    return asked
+
+
+def _graphs(config: Any) -> str:
+    mode = config.compilation_config.cudagraph_mode
+    return f"cudagraph_mode {mode.name}" if mode is not None and mode.value else ""
+
+
+def _chunked(config: Any) -> str:
+    scheduler = config.scheduler_config
+    whole = scheduler.max_num_batched_tokens >= config.model_config.max_model_len
+    return "" if whole and not scheduler.enable_chunked_prefill else "enable_chunked_prefill"
+
+
+ASKED: dict[Capability, Asked] = {
+    Capability.CHUNKED_PREFILL: _chunked,
+    Capability.PREFIX_CACHING: lambda c: "enable_prefix_caching" if c.cache_config.enable_prefix_caching else "",
+    Capability.CUDA_GRAPHS: _graphs,
+    Capability.SPECULATION: lambda c: "speculative_config" if c.speculative_config is not None else "",
+    Capability.LORA: lambda c: "enable_lora" if c.lora_config is not None else "",
+    Capability.QUANTIZATION: lambda c: "quantization" if c.quant_config is not None else "",
+    Capability.TENSOR_PARALLEL: _parallel("tensor_parallel_size", "tensor_parallel_size"),
+    Capability.PIPELINE_PARALLEL: _parallel("pipeline_parallel_size", "pipeline_parallel_size"),
+    Capability.EXPERT_PARALLEL: lambda c: "enable_expert_parallel" if c.parallel_config.enable_expert_parallel else "",
+}
+"""What a vLLM setting asks of an adapter."""
+
+
+def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
+    """Everything about an engine that can be wrong for this adapter.
+
+    Raises:
+        VllmVersionError: see `check_version`.
+        VllmRunnerError: the old runner would run it.
+        UnsupportedError: a setting asks for a capability that the adapter doesn't declare for vLLM.
+        StaleInspectionError: vLLM has stored something else about the class.
+    """
+    check_version()
+    if not config.use_v2_model_runner:
+        raise VllmRunnerError(
+            "vLLM would run this model with the old model runner, which knows no model state",
+            where=adapter.entry.where,
+            fix="set VLLM_USE_V2_MODEL_RUNNER=1, and look in the log for the option that made vLLM choose the old one",
+        )
+    for capability, asked in ASKED.items():
+        if setting := asked(config):
+            require(capability, "vllm", adapter.entry, setting=setting)
+    _check_inspection(config, model)
+
+
+def _check_inspection(config: Any, model: type) -> None:
+    """A class is asked once by vLLM, which stores the answer under a hash of the adapter's files alone."""
+    info = getattr(config.model_config, "_model_info", None)
+    wrong = [
+        name
+        for name in ("is_hybrid", "has_inner_state")
+        if info is not None and bool(getattr(info, name, False)) != bool(getattr(model, name, False))
+    ]
+    if not wrong or config.model_config.architecture != model.__name__:
+        return
+    file = _stored(model)
+    file.unlink(missing_ok=True)
+    raise StaleInspectionError(
+        f"vLLM had stored another {' and '.join(wrong)} for {model.__name__}", where=str(file), fix="start again"
+    )
+
+
+def _stored(model: type) -> Path:
+    import vllm.envs as envs
+
+    name = f"{model.__module__}-{model.__qualname__}".replace(".", "-")
+    return Path(envs.VLLM_CACHE_ROOT) / "modelinfos" / f"{name}.json"

@@ -1,0 +1,71 @@
+"""Per-request options of adapters, checked where vLLM checks the rest of a request: before it reaches an engine.
+
+vLLM has no place for a model's own checks there. An error later, in a worker, would end the engine with all other
+requests. So `SamplingParams.verify` is wrapped; for models that aren't ours the wrapper only calls the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from mrv2.bridge.names import MODULE_PREFIX
+from mrv2.errors import RequestError
+
+VLLM_OWN = frozenset({"kv_transfer_params"})
+"""Entries of `extra_args` that vLLM itself reads."""
+
+_MARK = "mrv2_checks_options"
+
+
+def check_requests() -> None:
+    """Wrap vLLM's check. May be called again."""
+    from vllm import SamplingParams
+
+    original = SamplingParams.verify
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def verify(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, model_config, *args, **kwargs)
+        state = _state_of(getattr(model_config, "architecture", ""))
+        if state is not None:
+            _check(state, self.extra_args or {})
+        return result
+
+    setattr(verify, _MARK, True)
+    SamplingParams.verify = verify
+
+
+def _check(state: Any, extra_args: Mapping[str, Any]) -> None:
+    """Raise what vLLM answers as the caller's mistake."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        state.check_options({name: value for name, value in extra_args.items() if name not in VLLM_OWN})
+    except RequestError as error:
+        raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+@functools.cache
+def _state_of(architecture: str) -> Any:
+    """The adapter's state, as small as it gets, to ask it about options; None: not a model of ours.
+
+    The process that takes requests holds no model, so the state gets one without contents. An adapter that can't be
+    loaded is reported when its model is built.
+    """
+    from vllm import ModelRegistry
+
+    registered = ModelRegistry.models.get(architecture)
+    if not getattr(registered, "module_name", "").startswith(MODULE_PREFIX):
+        return None
+    hosted = registered.load_model_cls()
+    bridged = getattr(hosted, "mrv2_state", None)
+    if bridged is None:
+        return None
+    from mrv2.state.view import Limits
+
+    model = hosted.__new__(hosted)
+    return bridged.mrv2_state_class(model, Limits(max_rows=1, max_num_tokens=1, max_model_len=1), ())

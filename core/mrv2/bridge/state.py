@@ -1,0 +1,259 @@
+"""The adapter's `ModelState` driven by vLLM's life-cycle calls.
+
+vLLM calls, in a step: `remove_request` (of finished and preempted requests, then of every new one, with an id it may
+never have seen), `add_request`, `apply_staged_writes` (only when something was added), `preprocess_state`,
+`prepare_attn`, `prepare_inputs`, the forward, `postprocess_state`. Profiling runs call `prepare_inputs` alone, and
+graph capture `prepare_dummy_inputs`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState as VllmModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+from mrv2.attn.groups import KVGroup
+from mrv2.bridge.groups import bound_caches, kv_groups
+from mrv2.bridge.request import request_data
+from mrv2.bridge.view import Views
+from mrv2.errors import UnsupportedError
+from mrv2.layers.vllm.caches import CacheBuilder, RequestState
+from mrv2.model_state.base import ModelState
+from mrv2.state.plan import StepPlan
+from mrv2.state.view import Limits, StepView
+
+NATIVE_ONLY = ("prepare_attn", "get_mm_embeddings")
+"""Methods of `ModelState` that vLLM's own code takes the place of."""
+
+
+class BridgeMixin:
+    """In front of one of vLLM's states; `ours` is the adapter's."""
+
+    mrv2_state_class: ClassVar[type[ModelState]]
+
+    def __init__(self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
+        own = self.mrv2_state_class
+        _refuse_native_only(own)
+        self.limits = Limits(
+            max_rows=vllm_config.scheduler_config.max_num_seqs,
+            max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+            device=device,
+            dtype=vllm_config.model_config.dtype,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+        )
+        self.ours = own(model, self.limits, ())
+        self._views = Views(self.limits)
+        self._rows: dict[str, int] = {}  # of requests that `ours` knows
+        self._dirty = False  # something was staged and not yet flushed
+        self._table: Any = None  # vLLM's request table, from its sampler or the first profiling run
+        self._view: StepView | None = None  # of the last real step
+        self._step = 0
+        self._changed: tuple[list[tuple[int, str]], list[tuple[int, Any]]] = ([], [])
+        self._plain = _adds_nothing(own, self.ours)
+
+    # -- host side ---------------------------------------------------------------------------------------
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """A new request, or one that comes back after a preemption, perhaps in another row."""
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        request = request_data(new_req_data, max_model_len=self.limits.max_model_len)
+        self._rows[request.req_id] = req_index
+        self._dirty = True
+        self._changed[1].append((req_index, request))
+        self.ours.add_request(req_index, request)
+
+    def remove_request(self, req_id: str) -> None:
+        """Given is the id alone, and every new request's before it adds it."""
+        super().remove_request(req_id)  # type: ignore[misc]
+        row = self._rows.pop(req_id, None)
+        if row is not None:
+            self._dirty = True
+            self._changed[0].append((row, req_id))
+            self.ours.remove_request(row, req_id)
+
+    def apply_staged_writes(self) -> None:
+        """Those of vLLM; ours are flushed with the step that they are for, after `stage_step`."""
+        super().apply_staged_writes()  # type: ignore[misc]
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        """The caches exist now, and the groups are known."""
+        if isinstance(self, MambaHybridModelState):
+            layers = self.vllm_config.compilation_config.static_forward_context.values()
+            if not any(isinstance(layer, RequestState) for layer in layers):
+                self._align_mode = False  # a pipeline stage without states: vLLM would look for one
+        super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
+        self._bind(kv_cache_config)
+
+    # -- device side -------------------------------------------------------------------------------------
+
+    def preprocess_state(self, input_batch: Any, block_tables: Any, *args: Any, **kwargs: Any) -> None:
+        """Only of real steps, and the first call of one: host work is staged and flushed here."""
+        if not self._plain:
+            self._stage(input_batch)
+            assert self._table is not None, "a step before any profiling run, and without a sampler"
+            self._view = self._views.step(input_batch, self._table, block_tables=tuple(block_tables))
+            self.ours.before_forward(self._view)
+        super().preprocess_state(input_batch, block_tables, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Tensor,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Metadata as vLLM builds it. Builders of adapters' caches get what vLLM doesn't tell them."""
+        if not self._groups:  # 0.26 has no call for it
+            self._bind(kv_cache_config)
+        builders = [
+            (i, builder)
+            for i, group in enumerate(attn_groups)
+            for one in group
+            if isinstance(builder := one.get_metadata_builder(0), CacheBuilder)
+        ]
+        if not self._plain and self._table is not None:
+            self._view = self._views.step(
+                input_batch, self._table, block_tables=tuple(block_tables), slot_mappings=slot_mappings
+            )
+            extras = self.ours.attn_extras(self._view)
+            for i, builder in builders:
+                builder.extras = extras.get(self._groups[i].name, {}) if extras else {}
+        if self.vllm_config.num_speculative_tokens and isinstance(self, MambaHybridModelState):
+            self._tell_accepted(input_batch, [b for _, b in builders if b.states])
+        return super().prepare_attn(  # type: ignore[misc]
+            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, *args, **kwargs
+        )
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """Inputs of vLLM, and the parts'."""
+        inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
+        self._table = req_states
+        if self._plain:
+            return inputs
+        view = self._view
+        if view is None or view.num_tokens != input_batch.num_tokens_after_padding:  # a profiling run
+            view = self._views.step(input_batch, req_states)
+        return inputs | self.ours.prepare_inputs(view)
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """The same addresses with neutral values, for capture."""
+        inputs: dict[str, Any] = super().prepare_dummy_inputs(num_reqs, num_tokens)  # type: ignore[misc]
+        return inputs | self.ours.prepare_dummy_inputs(num_reqs, num_tokens)
+
+    def postprocess_state(self, idx_mapping: Tensor, num_sampled: Any, *args: Any, **kwargs: Any) -> None:
+        """After write-back; `num_sampled` is 0 where a step sampled nothing."""
+        super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)  # type: ignore[misc]
+        view = self._view
+        if self._plain or view is None or len(idx_mapping) > view.num_reqs:
+            return
+        if isinstance(num_sampled, int):
+            num_sampled = torch.full((len(idx_mapping),), num_sampled, dtype=torch.int32, device=self.limits.device)
+        padding = view.num_reqs - len(num_sampled)
+        self.ours.after_sample(view, torch.nn.functional.pad(num_sampled.int(), (0, padding)))
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
+        """The adapter's wrapper around vLLM's sampler; None: it has none. Only on the last pipeline stage."""
+        self._table = sampler.req_states
+        own = self.ours.custom_sampler(sampler)
+        default: tuple[Any, Any] | None = super().custom_sampler(sampler)  # type: ignore[misc]
+        return default if own is sampler else (own, None)
+
+    # -- own ---------------------------------------------------------------------------------------------
+
+    def _bind(self, kv_cache_config: Any) -> None:
+        """Tell the adapter's state its groups and caches."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.ours.groups = self._groups = kv_groups(kv_cache_config, layers)
+        self.ours.bind_kv_cache(bound_caches(kv_cache_config, layers))
+
+    def _stage(self, batch: Any) -> None:
+        """`stage_step`, then the flush."""
+        lens = np.asarray(batch.num_scheduled_tokens[: batch.num_reqs], np.int32)
+        longer = np.flatnonzero(lens != 1)
+        removed, added = self._changed
+        self._changed = ([], [])
+        self._step += 1
+        self.ours.stage_step(
+            StepPlan(
+                step_id=self._step,
+                removed=tuple(removed),
+                added=tuple(added),
+                rows_np=np.asarray(batch.idx_mapping_np[: batch.num_reqs], np.int32),
+                query_lens_np=lens,
+                block_writes=(),
+                num_decodes=int(longer[0]) if len(longer) else len(lens),
+                num_tokens=batch.num_tokens,
+                max_query_len=int(lens.max(initial=1)),
+                max_seq_len=int(batch.seq_lens_cpu_upper_bound.max()),
+            )
+        )
+        if self._dirty or type(self.ours).stage_step is not ModelState.stage_step:
+            self.ours.apply_staged_writes()
+            self._dirty = False
+
+    def _tell_accepted(self, batch: Any, builders: list[CacheBuilder]) -> None:
+        """Counts of accepted drafts, which vLLM hands to its own four builders alone."""
+        if not builders:
+            return
+        drafts, lens = self.vllm_config.num_speculative_tokens, batch.num_scheduled_tokens
+        prefilling = batch.is_prefilling_np
+        runs_as_decode = getattr(batch, "prefill_runs_as_decode_np", None)
+        if runs_as_decode is not None:
+            prefilling = prefilling & ~runs_as_decode
+        verify = torch.from_numpy(~prefilling & (lens > 0) & (lens <= drafts + 1)).to(self.limits.device)
+        accepted = self.num_accepted_tokens_gpu[batch.idx_mapping]
+        for builder in builders:
+            builder.set_accepted(accepted, verify)
+
+    vllm_config: Any
+    num_accepted_tokens_gpu: Tensor
+    _groups: tuple[KVGroup, ...] = ()
+
+
+class PlainBridge(BridgeMixin, VllmModelState):
+    """Of models of attention."""
+
+
+class RecurrentBridge(BridgeMixin, MambaHybridModelState):
+    """Of models that keep states per request, which vLLM's class moves between blocks."""
+
+
+@cache
+def bridged_state(own: type[ModelState], *, recurrent: bool) -> type:
+    """The class that vLLM gets for the adapter's `own`."""
+    base = RecurrentBridge if recurrent else PlainBridge
+    return type(f"{base.__name__}Of{own.__name__}", (base,), {"mrv2_state_class": own, "__module__": __name__})
+
+
+def _adds_nothing(own: type[ModelState], state: ModelState) -> bool:
+    """Whether every step would do nothing: the default state without parts."""
+    from mrv2.model_state.default import DefaultModelState
+
+    return own is DefaultModelState and not state.parts  # type: ignore[attr-defined]
+
+
+def _refuse_native_only(own: type[ModelState]) -> None:
+    from mrv2.model_state.default import DefaultModelState
+
+    found = [
+        name
+        for name in NATIVE_ONLY
+        if getattr(own, name) not in (getattr(ModelState, name), getattr(DefaultModelState, name))
+    ]
+    if found:
+        raise UnsupportedError(
+            f"{own.__module__}.{own.__qualname__} overrides {' and '.join(found)}, which vLLM doesn't call",
+            where="mrv2_model_state",
+            fix="use attn_extras for attention metadata; run media in the native host",
+        )
