@@ -40,6 +40,7 @@ def measure_step(make_runner: Callable[[], Runner], limits: Limits, groups: tupl
             with _peak(limits.device) as replayed:
                 runner.rehearse_graphs()
             nbytes += replayed.nbytes
+            runner.graphs = None  # it and the runner hold each other
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"max_num_tokens={limits.max_num_tokens} and max_num_seqs={limits.max_rows}: a step of this size doesn't "
