@@ -158,6 +158,7 @@ def test_no_line_can_stop_the_others(text_model, tmp_path):
         (("the " * 200,), "MRV2-401", "one must be left to generate"),
         (("",), "MRV2-401", "the prompt is empty"),
         (("x", "-o", "{tmp}/no/such/folder/out"), "MRV2-501", "No such file"),
+        (("x", "--device", "cpu", "--graphs"), "MRV2-403", "graphs=True, and the model runs on cpu"),
         (("x", "--dtype", "int3"), "MRV2-403", "dtype='int3'"),
         (("-i", "{tmp}/empty.jsonl", "-o", "{tmp}/empty.jsonl"), "MRV2-", "the same file as --input"),
         (("x", "-o", "/dev/full"), "MRV2-501", "No space left"),

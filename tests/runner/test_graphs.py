@@ -279,6 +279,16 @@ def test_idle_time_is_used_for_what_may_come(tiny):
     assert runner.graphs.stats.captures == captures == len(keys)
 
 
+def test_a_long_prompt_doesnt_lengthen_the_decodes_beside_it(tiny):
+    model = tiny("llama")
+    parts = graphed(model, max_chunk=7)
+    short = SamplingParams(temperature=0, max_tokens=6)
+    batch = [[1, 2], [3] * 60]
+    assert run(parts, batch, short, at_once=1) == [model.oracle(p, 6) for p in batch]
+    # The first request, while the other one's prompt was computed, and the other one.
+    assert {key.max_seq_len for key in graphs_of(parts)._replays} == {12, 128}
+
+
 def test_common_sizes_are_captured_at_the_start_from_the_largest_on(tiny):
     parts = graphed(tiny("qwen3"))
     parts.engine._runner.capture_common()

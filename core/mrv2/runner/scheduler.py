@@ -303,6 +303,7 @@ class Scheduler:
         columns.scheduled_ub_np[rows_np] += takes_np
         columns.total_ub_np[rows_np] += columns.scheduled_ub_np[rows_np] == columns.total_ub_np[rows_np]
         columns.in_flight_np[rows_np] += 1
+        seq_lens_np, num_decodes = columns.scheduled_ub_np[rows_np], int((takes_np == 1).sum())
         self._step_id += 1
         self.stats.steps += 1
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
@@ -313,10 +314,11 @@ class Scheduler:
             rows_np=rows_np,
             query_lens_np=takes_np,
             block_writes=self.kv.take_writes(),
-            num_decodes=int((takes_np == 1).sum()),
+            num_decodes=num_decodes,
             num_tokens=int(takes_np.sum()),
             max_query_len=int(takes_np.max()),
-            max_seq_len=int(columns.scheduled_ub_np[rows_np].max()),
+            max_seq_len=int(seq_lens_np.max()),
+            max_decode_len=int(seq_lens_np[:num_decodes].max(initial=0)) or None,
             copies=self.kv.states.take_copies(),
         )
         self._removed.clear()

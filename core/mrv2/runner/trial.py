@@ -35,8 +35,12 @@ def measure_step(make_runner: Callable[[], Runner], limits: Limits, groups: tupl
         with _peak(limits.device) as step:
             runner = make_runner()
             runner.finish(runner.begin(largest_plan(limits, groups))).wait()
-        with _peak(limits.device) as graphs:  # they have their own memory, the same for all
-            runner.rehearse_graphs()
+        nbytes = step.nbytes
+        if runner.graphs is not None:  # they have memory of their own, the same for all
+            with _peak(limits.device) as replayed:
+                runner.rehearse_graphs()
+            nbytes += replayed.nbytes
+            runner.graphs = None  # it and the runner hold each other
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"max_num_tokens={limits.max_num_tokens} and max_num_seqs={limits.max_rows}: a step of this size doesn't "
@@ -46,7 +50,7 @@ def measure_step(make_runner: Callable[[], Runner], limits: Limits, groups: tupl
         ) from error
     del runner
     torch.cuda.empty_cache()
-    return step.nbytes + graphs.nbytes
+    return nbytes
 
 
 @dataclass

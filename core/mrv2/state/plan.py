@@ -53,6 +53,7 @@ class StepPlan:
     max_query_len: int
     max_seq_len: int  # upper bound over the batch, this step included
     copies: BlockCopies = field(default_factory=_no_copies)
+    max_decode_len: int | None = None  # upper bound over the first num_decodes; None: max_seq_len
 
     @property
     def num_reqs(self) -> int:
@@ -69,6 +70,7 @@ class StepPlan:
             copies=_no_copies(),
             rows_np=self.rows_np[start:stop],
             query_lens_np=takes_np,
+            max_seq_len=(self.max_decode_len or self.max_seq_len) if stop <= self.num_decodes else self.max_seq_len,
             num_decodes=min(max(self.num_decodes - start, 0), len(takes_np)),
             num_tokens=int(takes_np.sum()),
             max_query_len=int(takes_np.max()),
