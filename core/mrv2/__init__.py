@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mrv2.frontend.llm import LLM
     from mrv2.model_state.base import ModelState
     from mrv2.model_state.default import DefaultModelState
+    from mrv2.model_state.graphs import CaptureContext, GraphPlan, GraphSupport
     from mrv2.model_state.parts import InputPart
     from mrv2.registry import Registry
     from mrv2.sample.params import SamplingParams
@@ -24,7 +25,10 @@ _HOMES = {
     "SDK_API": "mrv2.api",
     "AdapterContext": "mrv2.context",
     "ApiVersion": "mrv2.api",
+    "CaptureContext": "mrv2.model_state.graphs",
     "DefaultModelState": "mrv2.model_state.default",
+    "GraphPlan": "mrv2.model_state.graphs",
+    "GraphSupport": "mrv2.model_state.graphs",
     "InputPart": "mrv2.model_state.parts",
     "ModelState": "mrv2.model_state.base",
     "Mrv2Error": "mrv2.errors",
@@ -40,7 +44,10 @@ __all__ = [
     "SDK_API",
     "AdapterContext",
     "ApiVersion",
+    "CaptureContext",
     "DefaultModelState",
+    "GraphPlan",
+    "GraphSupport",
     "InputPart",
     "ModelState",
     "Mrv2Error",

@@ -485,6 +485,64 @@ class OutputError(Mrv2Error):
     exit_code = 1
 
 
+class QueueFullError(Mrv2Error):
+    """More requests would wait than the engine's `max_queue` allows. None of those given together was started.
+
+    Try again later, give fewer at once, or raise `max_queue`. `LLM.generate` waits for room by itself.
+    """
+
+    code = "MRV2-406"
+    title = "queue full"
+    exit_code = 1
+
+
+class CacheWriteError(EngineError):
+    """Debug mode: a step changed a cache block in which it had no entry to write: one that nobody owns, one of the
+    prefix cache, or another request's.
+
+    A kernel wrote outside its slots; a slot of -1 that was used as an index is the usual cause. The message names
+    the block, the step, and the layers whose cache lies there.
+    """
+
+    code = "MRV2-407"
+    title = "write outside of the step's cache slots"
+
+
+class StaleStepError(EngineError):
+    """Debug mode: a step's view or metadata was read after that step. Positions in a batch mean nothing in another.
+
+    Work that is deferred keeps copies of what it needs, indexed by row. The message names the line that reads.
+    """
+
+    code = "MRV2-408"
+    title = "batch position used outside its step"
+
+
+class PoisonReadError(EngineError):
+    """Debug mode: a request's hidden state is NaN. All that a step must not read holds NaN then: freed blocks, cache
+    entries past a request's length, rows of requests that are gone.
+
+    A kernel most likely reads there, or multiplies by zero what it should deselect. If the same request gives NaN
+    without debug mode too, the model itself overflows: use another dtype.
+    """
+
+    code = "MRV2-409"
+    title = "NaN in a hidden state"
+
+
+class GraphCaptureError(EngineError):
+    """A decode step could not be captured as a CUDA graph. What it launches has to be the same in every step of its
+    size, and nothing on the way may wait for the device: a value read with `.item()`, `int(tensor)` or a mask as an
+    index, a copy from memory that isn't pinned, memory allocated in another stream.
+
+    `mrv2.testing.check_frozen` finds the line, without a GPU too. A model whose device side can't do without says
+    `GraphSupport.NEVER` in `ModelState.graph_support`, one whose kernel can't says `capturable=False` in `L.cache`.
+    """
+
+    code = "MRV2-410"
+    title = "step can't be captured"
+
+
 # ---- 5xx: command line and files ---------------------------------------------------------------------------
 
 

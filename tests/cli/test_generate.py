@@ -187,6 +187,25 @@ def test_an_error_as_json(text_model):
     assert json.loads(out)["error"]["code"] == "MRV2-401"
 
 
+def test_debug_mode_and_time_limit(text_model):
+    base = ("generate", text_model, "the cat", "-t", 0, "-n", 8, "--ignore-eos")
+    code, out, err = mrv2(*base, "--debug-runner", "--timeout", 1000, "--json")
+    assert code == 0, err
+    plain = mrv2(*base, "--json")[1]
+    assert json.loads(out)["outputs"] == json.loads(plain)["outputs"]
+    code, out, err = mrv2(*base, "--timeout", -1)
+    assert (code, out) == (2, "")
+    assert "MRV2-401" in err
+    assert "timeout=-1.0 is out of range" in err
+
+
+def test_a_time_limit_that_is_met(text_model):
+    code, out, err = mrv2("generate", text_model, "the cat", "-n", 120, "--ignore-eos", "--timeout", 1e-9, "--json")
+    assert code == 0, err
+    assert json.loads(out)["outputs"][0]["finish_reason"] == "timeout"
+    assert "1 timed out" in err
+
+
 def test_ctrl_c_stops_at_once_and_quietly(text_model):
     process = subprocess.Popen(
         [

@@ -31,12 +31,13 @@ TIERS = {
     "loader": 2,
     "config": 2,
     "runner": 3,
-    "frontend": 4,
-    "bridge": 4,
-    "testing": 5,
-    "scaffold": 5,
-    "cli": 6,
-    "__main__": 6,
+    "debug": 4,
+    "frontend": 5,
+    "bridge": 5,
+    "testing": 6,
+    "scaffold": 6,
+    "cli": 7,
+    "__main__": 7,
 }
 DATA = {"mrv2.sample.params"}
 """Plain data that imports nothing heavy: the contract may name it."""

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mrv2.frontend.detokenize import IncrementalDetokenizer, StopStrings
+from mrv2.frontend.detokenize import IncrementalDetokenizer
+from mrv2.frontend.text_stream import StopStrings
 from mrv2.loader.tokenizer import FolderTokenizer
 
 
@@ -19,6 +20,9 @@ class Bytes:
         text = b"".join(bytes([i]) if i < 256 else (b"" if skip_special_tokens else b"<s>") for i in ids)
         return text.decode("utf-8", errors="replace")
 
+    def decode_batch(self, batch, *, skip_special_tokens=True):
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
+
 
 class Words:
     """Words with a space between, none before the first: what a piece looks like depends on its left."""
@@ -29,17 +33,28 @@ class Words:
         return " ".join(f"w{i}" for i in ids)
 
 
-@given(prompt=st.text(max_size=8), text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=80))
-def test_any_text_in_any_pieces(prompt, text, cuts):
+def push(detokenizer, tokenizer, ids, *, batched):
+    """Push tokens, with the texts that a batch would bring or without."""
+    return detokenizer.push(ids, tokenizer.decode_batch(detokenizer.windows(ids)) if batched else ())
+
+
+@given(
+    prompt=st.text(max_size=8),
+    text=st.text(max_size=60),
+    cuts=st.lists(st.integers(1, 5), max_size=80),
+    batched=st.booleans(),
+)
+def test_any_text_in_any_pieces(prompt, text, cuts, batched):
     ids, out = list(text.encode()), []
     detokenizer = IncrementalDetokenizer(Bytes(), list(prompt.encode()), skip_special_tokens=True)
     for n in [*cuts, len(ids)]:
-        out.append(detokenizer.push(ids[:n]))
+        out.append(push(detokenizer, Bytes(), ids[:n], batched=batched))
         ids = ids[n:]
     out.append(detokenizer.flush())
     assert "".join(out) == text
     at_once = IncrementalDetokenizer(Bytes(), list(prompt.encode()), skip_special_tokens=True)
-    assert at_once.whole(list(text.encode())) == text
+    ids = list(text.encode())
+    assert at_once.whole(ids, Bytes().decode_batch(at_once.windows(ids))) == text
 
 
 @given(text=st.text(st.characters(min_codepoint=32, exclude_categories=("Cs",)), min_size=1, max_size=40))
@@ -112,11 +127,15 @@ def byte_fallback(tmp_path_factory):
 @pytest.mark.parametrize(
     "text", ["hi 日本語", "😀😁😂🤣", "привет, мир", "a é b ü c", "世界😀世界", "x" * 30 + "😀" * 9]
 )
-@pytest.mark.parametrize("prompt", ["", "a b", "so 😀", "日本"])
+@pytest.mark.parametrize("prompt", ["", "a b", "so 😀", "日本", "日本é"])
 def test_byte_fallback_tokenizers(byte_fallback, prompt, text):
     prompt_ids = byte_fallback.encode(prompt) if prompt else [1]
     ids = byte_fallback.encode(prompt + text)[len(prompt_ids) :] if prompt else byte_fallback.encode(text)
     for size in (1, 2, 3, 7, 1000):
-        detokenizer = IncrementalDetokenizer(byte_fallback, prompt_ids, skip_special_tokens=True)
-        pieces = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
-        assert "".join([*pieces, detokenizer.flush()]) == text, size
+        for batched in (False, True):
+            detokenizer = IncrementalDetokenizer(byte_fallback, prompt_ids, skip_special_tokens=True)
+            cut = [ids[i : i + size] for i in range(0, len(ids), size)]
+            pieces = [push(detokenizer, byte_fallback, part, batched=batched) for part in cut]
+            assert "".join([*pieces, detokenizer.flush()]) == text, (size, batched)
+    at_once = IncrementalDetokenizer(byte_fallback, prompt_ids, skip_special_tokens=True)
+    assert at_once.whole(ids, byte_fallback.decode_batch(at_once.windows(ids))) == text

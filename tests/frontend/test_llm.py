@@ -200,6 +200,8 @@ def test_a_prompt_longer_than_the_cache_is_refused(text_model):
         ({"dtype": "float8"}, UnsupportedError, "dtype='float8'"),
         ({"device": "tpu9"}, UnsupportedError, "device 'tpu9'"),
         ({"depth": 2, "runner": "sync"}, UnsupportedError, "1 with runner='sync'"),
+        ({"debug": True, "runner": "sync"}, UnsupportedError, "runner='sync': must be async with debug=True"),
+        ({"debug": 1}, UnsupportedError, "debug=1"),
         ({"max_num_tokens": 4, "max_num_seqs": 8}, UnsupportedError, "at least max_num_seqs"),
         ({"max_seqs": 4}, TypeError, "no setting 'max_seqs'"),
         ({"max_num_seqs": "8"}, UnsupportedError, "max_num_seqs='8'"),
@@ -351,6 +353,7 @@ def test_a_tokenizer_that_fails_on_one_request_loses_only_that(text_model):
 
         good = next(p for p in PROMPTS if bad not in llm.generate(p, GREEDY)[0].outputs[0].token_ids)
         llm.model.tokenizer.decode = failing
+        llm.model.tokenizer.decode_batch = lambda batch, *, skip_special_tokens=True: [failing(ids) for ids in batch]
         for watched in (False, True):
             params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=("never",) if watched else ())
             futures = llm.submit(["the rat", good], params)

@@ -23,7 +23,7 @@ from mrv2.testing import check_kernel
 from mrv2.testing.attention import PagedBatch, attend_naive, make_paged_batch
 
 OUT = ("out",)
-SEEDS = range(0, 24, 6)
+SEEDS = [pytest.param(0, marks=pytest.mark.sanitize), 6, 12, 18]
 
 
 def device() -> torch.device:
@@ -113,6 +113,7 @@ def write_inputs(rng: np.random.Generator) -> dict:
     }
 
 
+@pytest.mark.sanitize
 def test_write_kv_cache_kernel_equals_twin() -> None:
     check_kernel(write_kv_cache, write_inputs)
 
@@ -131,6 +132,7 @@ def test_prefill_attention_kernel_equals_twin(seed: int) -> None:
     ("lens", "kv_heads"),
     [([900, 200, 3], 2), ([4500], 1)],  # the second takes more splits than are combined at once
 )
+@pytest.mark.sanitize
 def test_decode_splits_are_combined_and_counters_return_to_zero(lens: list[int], kv_heads: int) -> None:
     workspace = DecodeWorkspace(16)
 

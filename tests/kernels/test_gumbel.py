@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2.kernels import gumbel_noise, sample_gumbel
+from mrv2.kernels import gumbel_noise, sample_gumbel, sample_ranked
 from mrv2.kernels.gumbel import gumbel_from_bits, philox
 from mrv2.testing import check_kernel
 
@@ -140,8 +140,22 @@ def draw_inputs(rng):
     }
 
 
+@pytest.mark.sanitize
 def test_kernel_equals_twin():
     check_kernel(sample_gumbel, draw_inputs, outputs=("out",), cases=40)
+
+
+def test_kernel_equals_twin_over_a_large_vocabulary():
+    def make(rng):
+        return draw_inputs(rng) | {
+            "logits": torch.from_numpy(rng.normal(0, 3, (1, 151936))).float(),
+            "rows": torch.tensor([4], dtype=torch.int32),
+            "temperature": torch.ones(7),
+            "positions": torch.tensor([123]),
+            "out": torch.zeros(1, dtype=torch.int64),
+        }
+
+    check_kernel(sample_gumbel, make, outputs=("out",), cases=1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -207,3 +221,61 @@ def test_a_draw_depends_on_neither_batch_nor_row():
             temperature=torch.ones(64),
         )
         assert alone.item() == together[n].item()
+
+
+# -- draws from ranks ------------------------------------------------------------------------------------
+
+
+def ranked_inputs(rng, max_ranks=3000):
+    inputs = draw_inputs(rng)
+    logits = inputs.pop("logits").nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
+    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    num_ranks = int(rng.integers(1, min(max_ranks, ids.shape[1]) + 1))
+    return inputs | {
+        "ranked": ranked[:, :num_ranks],
+        "ids": ids[:, :num_ranks],
+        "top_k": torch.from_numpy(rng.integers(0, num_ranks + 1, 7)).int(),
+        "top_p": torch.from_numpy(rng.choice([1e-6, 0.3, 0.9, 0.999, 1.0], 7)).float(),
+    }
+
+
+@pytest.mark.sanitize
+def test_ranked_kernel_equals_twin():
+    check_kernel(sample_ranked, ranked_inputs, outputs=("out",), cases=60)
+
+
+def test_ranked_kernel_equals_twin_over_a_large_vocabulary():
+    def make(rng):
+        scores = torch.from_numpy(rng.normal(0, 2, (1, 151936))).float()
+        ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+        inputs = ranked_inputs(rng) | {"ranked": ranked, "ids": ids, "rows": torch.tensor([3], dtype=torch.int32)}
+        inputs |= {"temperature": torch.ones(7), "top_k": torch.tensor([0] * 7, dtype=torch.int32)}
+        inputs |= {"positions": torch.tensor([7]), "out": torch.zeros(1, dtype=torch.int64)}
+        return inputs | {"top_p": torch.full((7,), float(rng.choice([0.9, 1.0])))}
+
+    check_kernel(sample_ranked, make, outputs=("out",), cases=2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ranked_twin_equals_a_draw_over_the_filtered_vocabulary(seed):
+    """The other way to the same token: drop what the filters drop, then draw from all."""
+    inputs = ranked_inputs(np.random.default_rng(seed))
+    sample_ranked(**inputs)
+    n = len(inputs["rows"])
+    logits = torch.full((n, 5000), -INF)
+    for i, row in enumerate(inputs["rows"].tolist()):
+        ranked, ids = inputs["ranked"][i].double().numpy(), inputs["ids"][i].tolist()
+        k, p = int(inputs["top_k"][row]) or len(ids), float(inputs["top_p"][row])
+        top = ranked[0]
+        weights = [1.0 if s == top else math.exp(s - top) for s in ranked[:k].tolist()]
+        mass = 0.0
+        for token, score, weight in zip(ids, ranked.tolist(), weights, strict=False):
+            if p >= 1 or mass < p * sum(weights):
+                logits[i, token] = score
+            mass += weight
+    want = torch.zeros(n, dtype=torch.int64)
+    names = ("rows", "seeds", "temperature", "positions", "stream")
+    sample_gumbel(logits=logits, **{name: inputs[name] for name in names}, out=want)
+    empty = (logits == -INF).all(1)  # whose lowest id the list need not hold
+    assert inputs["out"][~empty].tolist() == want[~empty].tolist()
+    assert inputs["out"][empty].tolist() == inputs["ids"][empty, 0].tolist()

@@ -41,6 +41,7 @@ def norm_inputs(rng, dtype):
     }
 
 
+@pytest.mark.sanitize
 @DTYPES
 def test_add_rms_norm_kernel_equals_twin(dtype):
     with_residual = lambda rng: norm_inputs(rng, dtype) | {"residual": None, "summed": None}  # noqa: E731
@@ -67,6 +68,7 @@ def test_add_rms_norm_may_write_the_sum_in_place():
 # -- gated_act -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sanitize
 @DTYPES
 @pytest.mark.parametrize("act", sorted(ACTIVATIONS))
 def test_gated_act_kernel_equals_twin(act, dtype):
@@ -112,6 +114,7 @@ def attention_inputs(rng, dtype):
     }
 
 
+@pytest.mark.sanitize
 @DTYPES
 def test_qk_norm_rope_cache_kernel_equals_twin(dtype):
     bounds = BOUNDS[dtype] if dtype == torch.float32 else {"rtol": 2 * ULP, "atol": 2 * ULP}  # more roundings in a row

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2.kernels import (
-    apply_staged_writes,
-    compute_slot_mappings,
-    copy_blocks,
-    gather_block_tables,
-    prepare_inputs,
-    update_after_sample,
-)
+from mrv2.kernels import Kernel, apply_staged_writes, copy_blocks, prepare_inputs, report_sampled, update_after_sample
 from mrv2.testing import check_kernel
 
 SEEDS = range(30)
@@ -36,40 +29,65 @@ def ragged_batch(rng, *, max_rows=12, max_len=600):
 
 # -- prepare_inputs --------------------------------------------------------------------------------------
 
-PREPARED = ("seq_lens", "logits_indices", "token_to_i", "positions", "input_ids")
+PREPARED = ("rows", "query_start_loc", "seq_lens", "logits_indices", "token_to_i", "positions", "input_ids")
+PER_GROUP = ("block_tables", "slots")
 
 
 def prepare_inputs_inputs(rng, max_rows=12, max_len=600):
     rows, _, starts, num_tokens = ragged_batch(rng, max_rows=max_rows, max_len=max_len)
-    n = len(rows)
+    n, num_groups, size = len(rows), int(rng.integers(0, 4)), int(rng.choice([1, 4, 16]))
+    width = -(-max_len // size) if rng.integers(2) else 3  # wide enough, or too narrow for most positions
+    batch = torch.full((2, max_rows + 4), -1, dtype=torch.int32)
+    batch[0, :n], batch[1, : n + 1] = rows, starts
     return {
-        "rows": rows,
-        "query_start_loc": starts,
         "num_computed": ints(rng, 0, max_len, max_rows),
         "all_token_ids": ints(rng, 1, 1000, (max_rows, max_len)),
         "active": ints(rng, 0, 4, max_rows) > 0,
+        "tables": ints(rng, 1, 2**31 - 1, (num_groups, max_rows, width)),
+        "block_sizes": torch.tensor([size, size * 2, 1][:num_groups], dtype=torch.int32),
+        "num_cols": int(rng.integers(0, width + 1)),
+        "batch": batch,
+        "rows": torch.zeros(n, dtype=torch.int32),
+        "query_start_loc": torch.zeros(n + 1, dtype=torch.int32),
         "seq_lens": torch.zeros(n, dtype=torch.int32),
         "logits_indices": torch.zeros(n, dtype=torch.int64),
         "token_to_i": torch.zeros(num_tokens, dtype=torch.int32),
         "positions": torch.zeros(num_tokens, dtype=torch.int64),
         "input_ids": torch.zeros(num_tokens, dtype=torch.int32),
+        "block_tables": torch.zeros(num_groups, max_rows, width, dtype=torch.int32)[:, :n],
+        "slots": torch.zeros(int(rng.integers(0, num_groups + 1)), num_tokens + 5, dtype=torch.int64)[:, :num_tokens],
     }
 
 
+@pytest.mark.sanitize
 def test_prepare_inputs_kernel_equals_twin():
-    check_kernel(prepare_inputs, prepare_inputs_inputs, outputs=PREPARED, cases=30)
+    check_kernel(prepare_inputs, prepare_inputs_inputs, outputs=PREPARED + PER_GROUP, cases=40)
+
+
+@pytest.mark.sanitize
+def test_prepare_inputs_takes_long_queries_and_tables():
+    """More tokens, padding and blocks than one tile."""
+
+    def make(rng):
+        inputs = prepare_inputs_inputs(rng, max_rows=3, max_len=2500)
+        return inputs | {"num_cols": inputs["tables"].shape[2]}
+
+    check_kernel(prepare_inputs, make, outputs=PREPARED + PER_GROUP, cases=8)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prepare_inputs_twin_equals_a_loop(seed):
     inputs = prepare_inputs_inputs(np.random.default_rng(seed))
-    for name in PREPARED:
+    for name in PREPARED + PER_GROUP:
         inputs[name].fill_(-77)
     prepare_inputs(**inputs)
-    num_tokens, starts, table = len(inputs["positions"]), inputs["query_start_loc"].tolist(), inputs["all_token_ids"]
+    n, num_tokens, table = len(inputs["rows"]), len(inputs["positions"]), inputs["all_token_ids"]
+    rows, starts = inputs["batch"][0, :n].tolist(), inputs["batch"][1, : n + 1].tolist()
     ids, positions, owner = [0] * num_tokens, [0] * num_tokens, [-1] * num_tokens
-    seq_lens, last = [], []
-    for i, row in enumerate(inputs["rows"].tolist()):
+    slots = np.full(inputs["slots"].shape, -1)
+    blocks = np.full(inputs["block_tables"].shape, -77)
+    seq_lens, last, cols, width = [], [], inputs["num_cols"], inputs["tables"].shape[2]
+    for i, row in enumerate(rows):
         live = row >= 0 and bool(inputs["active"][row])
         computed = int(inputs["num_computed"][row]) if live else 0
         for token in range(starts[i], starts[i + 1]):
@@ -77,79 +95,32 @@ def test_prepare_inputs_twin_equals_a_loop(seed):
             owner[token] = i
             if live and positions[token] < table.shape[1]:
                 ids[token] = int(table[row, positions[token]])
+            for group in range(len(slots)):
+                col, offset = divmod(positions[token], inputs["block_sizes"][group].item())
+                if live and col < width:
+                    block = inputs["tables"][group, row, col].item()
+                    slots[group, token] = block * inputs["block_sizes"][group].item() + offset
+        blocks[:, i, :cols] = inputs["tables"][:, row, :cols] if live else 0
         seq_lens.append(computed + starts[i + 1] - starts[i])
         last.append(starts[i + 1] - 1 if starts[i + 1] > starts[i] else 0)
     got = [inputs[name].tolist() for name in PREPARED]
-    assert got == [seq_lens, last, owner, positions, ids]
+    assert got == [rows, starts, seq_lens, last, owner, positions, ids]
+    np.testing.assert_array_equal(inputs["block_tables"].numpy(), blocks)
+    np.testing.assert_array_equal(inputs["slots"].numpy(), slots)
 
 
-# -- block tables and slots ------------------------------------------------------------------------------
+def test_prepare_inputs_may_read_where_it_writes():
+    """Rows and query starts in place, as in a replayed graph."""
 
+    def in_place(run):
+        def prepare(**inputs):
+            n, batch = len(inputs["rows"]), inputs["batch"]
+            run(**inputs | {"rows": batch[0, :n], "query_start_loc": batch[1, : n + 1]})
 
-def gather_inputs(rng):
-    max_rows, groups, width = 9, int(rng.integers(1, 4)), int(rng.choice([1, 5, 300]))
-    rows, *_ = ragged_batch(rng, max_rows=max_rows)
-    return {
-        "tables": ints(rng, 1, 2**31 - 1, (groups, max_rows, width)),
-        "rows": rows,
-        "active": ints(rng, 0, 3, max_rows) > 0,
-        "num_cols": int(rng.integers(0, width + 1)),
-        "out": torch.zeros(groups, max_rows, width, dtype=torch.int32)[:, : len(rows)],
-    }
+        return prepare
 
-
-def test_gather_block_tables_kernel_equals_twin():
-    check_kernel(gather_block_tables, gather_inputs, outputs=("out",), cases=30)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gather_block_tables_twin_equals_a_loop(seed):
-    inputs = gather_inputs(np.random.default_rng(seed))
-    inputs["out"].fill_(-7)
-    gather_block_tables(**inputs)
-    for i, row in enumerate(inputs["rows"].tolist()):
-        live = row >= 0 and inputs["active"][row]
-        for group in range(inputs["tables"].shape[0]):
-            cols = inputs["num_cols"]
-            want = inputs["tables"][group, row, :cols].tolist() if live else [0] * cols
-            got = inputs["out"][group, i].tolist()
-            assert got == want + [-7] * (len(got) - cols)
-
-
-def slot_inputs(rng):
-    max_rows, groups, width, size = 9, int(rng.integers(1, 4)), int(rng.integers(1, 20)), 16
-    rows, lens, _, num_tokens = ragged_batch(rng, max_rows=max_rows, max_len=40)
-    token_to_i = torch.full((num_tokens,), -1, dtype=torch.int32)
-    token_to_i[: int(lens.sum())] = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), lens)
-    return {
-        "tables": ints(rng, 0, 2**31 - 1, (groups, max_rows, width)),
-        "block_sizes": torch.tensor([size, size * 2, 1][:groups], dtype=torch.int32),
-        "rows": rows,
-        "active": ints(rng, 0, 3, max_rows) > 0,
-        "token_to_i": token_to_i,
-        "positions": ints(rng, 0, width * size, num_tokens, torch.int64),
-        "slots": torch.zeros(groups, num_tokens, dtype=torch.int64),
-    }
-
-
-def test_slot_mappings_kernel_equals_twin():
-    check_kernel(compute_slot_mappings, slot_inputs, outputs=("slots",), cases=30)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_slot_mappings_twin_equals_a_loop(seed):
-    inputs = slot_inputs(np.random.default_rng(seed))
-    inputs["slots"].fill_(-7)
-    compute_slot_mappings(**inputs)
-    for group, size in enumerate(inputs["block_sizes"].tolist()):
-        for token, (i, position) in enumerate(
-            zip(inputs["token_to_i"].tolist(), inputs["positions"].tolist(), strict=True)
-        ):
-            row = inputs["rows"][i].item() if i >= 0 else -1
-            want = -1
-            if row >= 0 and inputs["active"][row] and position // size < inputs["tables"].shape[2]:
-                want = inputs["tables"][group, row, position // size].item() * size + position % size
-            assert inputs["slots"][group, token].item() == want
+    kernel = Kernel(in_place(prepare_inputs.triton), in_place(prepare_inputs.twin))
+    check_kernel(kernel, prepare_inputs_inputs, outputs=PREPARED[2:] + PER_GROUP, cases=10)
 
 
 # -- staged writes ---------------------------------------------------------------------------------------
@@ -171,6 +142,7 @@ def staged_inputs(rng, dtype=None):
     }
 
 
+@pytest.mark.sanitize
 def test_staged_writes_kernel_equals_twin():
     check_kernel(apply_staged_writes, staged_inputs, cases=30)
 
@@ -211,6 +183,7 @@ def update_inputs(rng):
     }
 
 
+@pytest.mark.sanitize
 def test_update_after_sample_kernel_equals_twin():
     check_kernel(update_after_sample, update_inputs, outputs=("num_sampled",), cases=60)
 
@@ -256,6 +229,7 @@ def copy_blocks_inputs(rng):
     return {"pages": padded[:, :width], "sources": blocks[ints(rng, 0, n, n).long()], "targets": blocks[n : 2 * n]}
 
 
+@pytest.mark.sanitize
 def test_copy_blocks_kernel_equals_twin():
     check_kernel(copy_blocks, copy_blocks_inputs)
 
@@ -268,3 +242,36 @@ def test_copy_blocks_twin_equals_a_loop():
             want[target] = want[source]
         copy_blocks(**inputs)
         assert torch.equal(inputs["pages"], want)
+
+
+# -- report_sampled --------------------------------------------------------------------------------------
+
+
+def report_sampled_inputs(rng):
+    n, width, num_slots = int(rng.integers(1, 700)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    return {
+        "sampled": ints(rng, 0, 2**31 - 1, (n, width), torch.int64),
+        "num_sampled": ints(rng, 0, width + 1, n),
+        "slot": ints(rng, -1, num_slots, 1),
+        "out": ints(rng, -9, 0, (num_slots, 1 + width, n + int(rng.integers(0, 9)))),
+    }
+
+
+@pytest.mark.sanitize
+def test_report_sampled_kernel_equals_twin():
+    check_kernel(report_sampled, report_sampled_inputs, outputs=(), cases=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_report_sampled_twin_writes_one_slot(seed):
+    inputs = report_sampled_inputs(np.random.default_rng(seed))
+    before, slot = inputs["out"].clone(), int(inputs["slot"])
+    report_sampled.twin(**inputs)
+    n = len(inputs["num_sampled"])
+    for k, (old, new) in enumerate(zip(before, inputs["out"], strict=True)):
+        if k != slot:
+            assert torch.equal(old, new)
+            continue
+        assert new[0, :n].tolist() == inputs["num_sampled"].tolist()
+        assert new[1:, :n].T.tolist() == inputs["sampled"].tolist()
+        assert torch.equal(old[:, n:], new[:, n:])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mrv2.context import AdapterContext
 from mrv2.errors import TokenizerError
@@ -51,6 +51,28 @@ def test_special_tokens(tmp_path, context):
     ids = [*tokenizer.encode("hi"), end]
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<end>"
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """One whose `decode` is its own."""
+
+    def decode(self, *args, **kwargs):
+        return super().decode(*args, **kwargs).upper()
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+def test_a_batch_is_decoded_as_each_of_it(tmp_path, context, monkeypatch, kind, size):
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", kind.from_pretrained)
+    tokenizer = load_tokenizer(context)
+    (end,) = tokenizer.eos_token_ids
+    batch = [[*tokenizer.encode("grüße 日本 🙂 , a !")[i % 7 :], end, 10**6] for i in range(size)]
+    for skip in (True, False):
+        want = [tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for ids in batch]
+        assert tokenizer.decode_batch(batch, skip_special_tokens=skip) == want
+        assert [tokenizer.decode(ids, skip_special_tokens=skip) for ids in batch] == want
+    assert tokenizer.decode_batch([]) == []
 
 
 def test_chat(tmp_path, context):
@@ -99,6 +121,7 @@ def test_an_adapters_own_comes_first_and_may_be_minimal(tmp_path, context, adapt
     tokenizer = load_tokenizer(context, adapter)
     assert tokenizer.encode("ab") == [97, 98]
     assert tokenizer.decode((97, 98), skip_special_tokens=True) == "ab"
+    assert tokenizer.decode_batch([[97], [], [98, 99]]) == ["a", "", "bc"]
     assert tokenizer.eos_token_ids == ()
     with pytest.raises(TokenizerError, match="Letters"):
         tokenizer.apply_chat_template([])

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from mrv2.runner.build import EngineConfig, LoadedModel, assemble, load
+from mrv2.frontend.build import EngineConfig, LoadedModel, assemble, load
 from mrv2.testing.checkpoints import make_checkpoint
 from mrv2.testing.naive import NaiveGreedy
 
@@ -39,6 +39,16 @@ CONFIGS = {
         **{**SMALL, "num_hidden_layers": 3}, use_sliding_window=True, sliding_window=11, max_window_layers=1
     ),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "qwen3-moe": Qwen3MoeConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4, sliding_window=9),
     "llama-yarn": LlamaConfig(
         **{**SMALL, "max_position_embeddings": 32},
         rope_parameters={

@@ -107,8 +107,14 @@ def scaled(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_chunk": 7}, {"num_blocks": 20, "block_size": 4, "depth": 3}, {"runner": "sync"}],
-    ids=["whole", "chunked", "preempted", "sync"],
+    [
+        {},
+        {"max_chunk": 7},
+        {"num_blocks": 20, "block_size": 4, "depth": 3},
+        {"runner": "sync"},
+        {"debug": True, "max_chunk": 7, "depth": 2},
+    ],
+    ids=["whole", "chunked", "preempted", "sync", "debug"],
 )
 def test_mixed_values_in_one_batch_equal_the_oracle(scaled, settings):
     folder, file, oracle = scaled

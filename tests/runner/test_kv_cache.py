@@ -12,6 +12,7 @@ from mrv2.errors import CacheTooSmallError
 from mrv2.runner.block_pool import BlockPool
 from mrv2.runner.kv_cache import KVCacheManager, PrefixHit, extend_hashes
 from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, page_sizes
+from mrv2.runner.state_slots import StateSlots
 
 BLOCK, ROWS, MAX_LEN, WINDOW = 4, 4, 64, 10
 LAYERS = {
@@ -256,3 +257,20 @@ def test_blocks_hold_enough_tokens_to_be_no_smaller_than_a_state():
     layers = {"a": attention, "b": small, "s": state}
     assert choose_block_size(layers, torch.float32) == 48  # 4352 bytes, and 2048 for 16 tokens
     assert page_sizes(make_groups(layers, 48), layers, torch.float32) == [48 * 128]
+
+
+def test_a_checkpoint_is_never_handed_out_as_the_slot_it_is_copied_to():
+    groups = make_groups({"state": PerRequest({"s": CacheTensor((2,))})}, BLOCK)
+    states = StateSlots(BlockPool(3), groups, max_rows=2)
+    for row, digest in enumerate((b"first", b"second")):
+        states.open(row, [])
+        states.commit_slot(row, digest)
+    hit = states.find(b"first")
+    for row in (0, 1):
+        states.release(row)
+    states.open(0, hit)
+    copies = states.take_copies()
+    assert copies.sources.tolist() == list(hit)
+    assert not set(copies.sources) & set(copies.targets)
+    assert states.find(b"first") == hit
+    assert states.find(b"second") is None

@@ -1,37 +1,27 @@
 """Requests come, are preempted, resumed, aborted and end, with outputs returned late: tokens stay the oracle's.
 
-Every per-row value, on the host and on the device, is poisoned before a row is given to a request, and so is
-every block, so that anything not set by its new owner shows as a wrong token.
+The scheduler's columns are poisoned before a row is given to a request. In a third of the runs, in debug mode, so
+are the device's, and every block: anything not set by its new owner shows as a wrong token. In another third
+decodes are replayed.
 """
 
 from collections import deque
-from dataclasses import fields
 
 import numpy as np
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from mrv2.runner.graphs import CudaRecorder
 from mrv2.runner.request import FinishReason, Status
 from mrv2.sample.params import SamplingParams
+from mrv2.testing.freeze import replay_decodes
+from mrv2.testing.recorder import RecordedOps
 
 
-def poison_rows(parts):
-    """Wrap the places where a row changes hands."""
-    runner, scheduler = parts.engine._runner, parts.engine.scheduler
-    device_add, host_open = runner._requests.add_request, scheduler.columns.open
-
-    def add_request(row, request):
-        states = runner._requests
-        device = [getattr(states.table, f.name) for f in fields(states.table)]
-        for value in (*device, states.len_limit, states.stop_token_ids):
-            value[row] = True if value.dtype == torch.bool else 7
-        runner._tables._tables[:, row] = 1
-        for column in ("_temperature", "_top_k", "_top_p", "_min_p", "_seed"):
-            mirrored = getattr(runner._sampling, column)
-            mirrored.device_tensor[row], mirrored.np[row] = 5, 5
-        device_add(row, request)
+def poison_host_columns(scheduler):
+    """Debug mode poisons what adapters can see; this is the scheduler's own knowledge of a row."""
+    host_open = scheduler.columns.open
 
     def open_row(row, request, num_computed):
         for column in vars(scheduler.columns).values():
@@ -39,16 +29,6 @@ def poison_rows(parts):
                 column[row] = True if column.dtype == np.bool_ else 3
         host_open(row, request, num_computed)
 
-    take = scheduler.kv.pool.allocate
-
-    def allocate(count):
-        blocks = take(count)
-        for pages in runner._forward.pages:
-            pages[blocks] = 0xFF  # NaN in every dtype; on a CPU nothing launched earlier still runs
-        return blocks
-
-    scheduler.kv.pool.allocate = allocate
-    runner._requests.add_request = add_request
     scheduler.columns.open = open_row
 
 
@@ -62,8 +42,9 @@ class EngineMachine(RuleBasedStateMachine):
         blocks=st.sampled_from([14, 20, 40]),
         chunk=st.sampled_from([None, 3, 7]),
         prefix_caching=st.booleans(),
+        kind=st.sampled_from(["plain", "debug", "graphs"]),
     )
-    def start(self, depth, blocks, chunk, prefix_caching):
+    def start(self, depth, blocks, chunk, prefix_caching, kind):
         groups = len(self.tiny.engine().engine.scheduler.kv.groups)
         self.parts = self.tiny.engine(
             block_size=4,
@@ -74,8 +55,13 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=48,
             prefix_caching=prefix_caching,
             depth=depth,
+            debug=kind == "debug",
+            graphs=False,
         )
-        poison_rows(self.parts)
+        if kind == "graphs":
+            cuda = self.parts.limits.device.type == "cuda"
+            replay_decodes(self.parts, CudaRecorder(self.parts.limits.device) if cuda else RecordedOps())
+        poison_host_columns(self.parts.engine.scheduler)
         self.scheduler, self.runner = self.parts.engine.scheduler, self.parts.engine._runner
         self.depth, self.in_flight = depth, deque()
         self.requests = {}
@@ -106,6 +92,8 @@ class EngineMachine(RuleBasedStateMachine):
     def launch(self):
         plan = self.scheduler.plan()
         if plan is not None:
+            sources, targets = plan.copies.sources.tolist(), plan.copies.targets.tolist()
+            assert len({*sources, *targets}) == len(set(sources)) + len(targets), "copies depend on their order"
             self.in_flight.append((plan, self.runner.finish(self.runner.begin(plan))))
 
     @precondition(lambda self: self.in_flight)
@@ -176,6 +164,10 @@ def test_sliding_and_full_groups(tiny):
 
 def test_one_window_for_all(tiny):
     run_machine(tiny("mistral-window"), 40)
+
+
+def test_mixture_of_experts(tiny):
+    run_machine(tiny("qwen3-moe"), 30)
 
 
 def test_recurrent_states_and_own_caches(tiny):

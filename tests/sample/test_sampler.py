@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mrv2.api import RequestData
 from mrv2.errors import RequestError
+from mrv2.kernels import gumbel_noise
 from mrv2.sample.params import SamplingParams
-from mrv2.sample.sampler import Sampler, apply_min_p, apply_top_k_top_p, top_ids, top_logprobs
+from mrv2.sample.sampler import MAX_SELECTED, Sampler, apply_min_p, top_ids, top_logprobs
 from mrv2.sample.states import SamplingStates
 from mrv2.state.view import Limits
 
@@ -60,18 +61,47 @@ def filtered_np(scores, top_k, top_p):
 grid = st.integers(-6, 6).map(lambda x: x / 2)
 
 
+def drawn_np(logits, params, *, seeds, positions):
+    """Tokens by the textbook: of what the filters keep, the largest sum of scaled logit and noise."""
+    tokens = []
+    for row, p, seed, position in zip(logits, params, seeds, positions, strict=True):
+        scores = (row / p.temperature).tolist()
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 0, len(scores))[0].tolist()
+        kept = filtered_np(scores, p.top_k, p.top_p)
+        tokens.append(max(kept, key=lambda i: (np.float32(scores[i] + noise[i]), -i)))
+    return tokens
+
+
 @given(
     rows=st.lists(st.lists(grid, min_size=7, max_size=7), min_size=1, max_size=4),
-    top_k=st.integers(0, 8),
-    top_p=st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.9, 1.0]),
+    filters=st.lists(
+        st.tuples(st.integers(0, 8), st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.9, 1.0])), min_size=4, max_size=4
+    ),
+    seed=st.integers(0, 2**60),
 )
-@settings(deadline=None)
-def test_top_k_top_p_keep_what_the_textbook_keeps(rows, top_k, top_p):
-    scores = torch.tensor(rows)
-    out = apply_top_k_top_p(scores, torch.full((len(rows),), top_k), torch.full((len(rows),), top_p))
-    for row, kept in zip(rows, out, strict=True):
-        assert set(torch.nonzero(kept > -INF).flatten().tolist()) == filtered_np(row, top_k, top_p)
-        assert (kept[kept > -INF] == torch.tensor(row)[kept > -INF]).all()
+@settings(deadline=None, max_examples=200)
+def test_top_k_top_p_keep_what_the_textbook_keeps(rows, filters, seed):
+    logits, n = torch.tensor(rows), len(rows)
+    params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k, p in filters[:n]]
+    seeds, positions = [seed + i for i in range(n)], list(range(n))
+    got = sample(logits, params, seeds=seeds, positions=positions).token_ids.tolist()
+    assert got == drawn_np(logits, params, seeds=seeds, positions=positions)
+
+
+@pytest.mark.parametrize("vocab", [3000, 151936])
+def test_selecting_and_sorting_draw_the_same(vocab):
+    """Whether the likely tokens are selected or all are sorted depends on the batch; what is drawn mustn't."""
+    n = 6
+    logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    filters = zip((1, 2, 20, 50, 300, 1000), [0.8, 1] * 3, strict=True)
+    few = [SamplingParams(temperature=0.9, top_k=k, top_p=p) for k, p in filters]
+    everything = SamplingParams(temperature=1.0, top_p=0.9)
+    seeds, positions = list(range(n + 1)), [5] * (n + 1)
+    selected = sample(logits, few, seeds=seeds[:n], positions=positions[:n]).token_ids.tolist()
+    assert all(p.top_k <= MAX_SELECTED for p in few)
+    rows = torch.cat([logits, logits[:1]])
+    in_sorted = sample(rows, [*few, everything], seeds=seeds, positions=positions).token_ids.tolist()
+    assert in_sorted[:n] == selected == drawn_np(logits, few, seeds=seeds[:n], positions=positions[:n])
 
 
 @given(row=st.lists(grid, min_size=5, max_size=5), min_p=st.sampled_from([0.0, 0.05, 0.3, 0.99, 1.0]))
@@ -92,7 +122,7 @@ def test_draws_follow_the_distribution():
         counts = torch.bincount(out.token_ids, minlength=6).double()
         scaled = logits / temperature
         if kept < 6:
-            scaled = apply_top_k_top_p(scaled[None], torch.tensor([kept]), torch.tensor([1.0]))[0]
+            scaled[scaled.sort(descending=True, stable=True).indices[kept:]] = -INF
         p = scaled.softmax(-1).double()
         assert (counts[p == 0] == 0).all()
         chi2 = ((counts - n * p) ** 2 / (n * p))[p > 0].sum()
@@ -214,6 +244,15 @@ def test_greedy_requests_need_no_filters():
     assert not any((greedy.random, greedy.top_k, greedy.top_p, greedy.min_p))
     assert all_kept.random
     assert not all_kept.top_k
+
+
+def test_ranks_that_a_batch_needs():
+    states = SamplingStates(Limits(max_rows=4, max_num_tokens=8, max_model_len=8, vocab_size=99))
+    for row, k in enumerate((5, 50, 0)):
+        states.add_request(row, request(SamplingParams(temperature=1, top_k=k)))
+    states.add_request(3, request(SamplingParams(temperature=0, top_k=70)))
+    for rows, most in (([0], 5), ([0, 1, 3], 50), ([0, 2], 0), ([3], 0)):
+        assert states.needs(np.array(rows)).num_ranks == most
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Table:
 def poison(buffers, tables):
     for holder in (buffers, tables):
         for name, value in vars(holder).items():
-            if isinstance(value, Tensor) and name not in ("_tables", "_block_sizes", "_batch_bytes"):
+            if isinstance(value, Tensor) and name not in ("by_row", "block_sizes"):
                 value.fill_(-12345)
 
 
@@ -173,9 +173,21 @@ def test_block_writes_append_and_replace(make_writes):
     tables.flush()
     tables.stage((make_writes((2, 1, [4])), make_writes()))
     tables.flush()
-    rows, active = torch.tensor([2, 1, -1], dtype=torch.int32), torch.ones(8, dtype=torch.bool)
-    first, second = tables.gather(rows, active, 3)
-    assert first[:, :4].tolist() == [[7, 4, 5, 0], [9, 0, 0, 0], [0, 0, 0, 0]]
-    assert second[:, :2].tolist() == [[30, 0], [0, 0], [0, 0]]
-    active[2] = False
-    assert tables.gather(rows, active, 3)[0][0].tolist() == [0] * 10
+    assert tables.by_row[:, [2, 1, 0], :4].tolist() == [
+        [[7, 4, 5, 0], [9, 0, 0, 0], [0, 0, 0, 0]],
+        [[30, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    ]
+
+
+def test_gather_may_read_the_batch_where_a_view_has_it(make_request, make_writes, make_plan):
+    """As a graph does: it always reads the same address."""
+    table = Table(np.random.default_rng(0), kv_groups(4, 8), make_request, make_writes)
+    buffers, tables = table.buffers, table.tables
+    view = buffers.prepare(make_plan([1, 5], [1, 2], max_seq_len=40), table.states, tables, num_reqs=4, num_tokens=6)
+    want = {name: tensor.clone() for name, tensor in tensors(view).items()}
+    kept = buffers.batch.clone()
+    poison(buffers, tables)
+    buffers.batch.copy_(kept)
+    buffers.gather(buffers.batch, table.states, tables, num_reqs=4, num_tokens=6, max_seq_len=40)
+    for name, tensor in tensors(view).items():
+        assert torch.equal(tensor, want[name]), name

@@ -115,6 +115,48 @@ def test_noise_equals_the_cpus():
     torch.testing.assert_close(got, gumbel_noise(seeds, positions, 1, 5000), rtol=1e-6, atol=1e-6)
 
 
+def test_a_replayed_preparation_equals_an_eager_one(make_request, make_writes, make_plan):
+    """Sizes stay, whatever else changes: which rows, their lengths, tokens and blocks, and who has stopped."""
+    rng, steps = np.random.default_rng(3), Steps("cuda")
+    states, tables, buffers = steps.states, steps.tables, steps.buffers
+
+    def admit():
+        for row in range(16):
+            prompt, blocks = rng.integers(1, 99, 40), rng.integers(1, 2**20, 16)
+            request = make_request(str(row), prompt=prompt, computed=int(rng.integers(0, 30)))
+            steps.add(row, request, (make_writes((row, 0, blocks)), make_writes((row, 0, blocks[:4]))))
+        for row in rng.permutation(16)[:3]:
+            states.remove_request(int(row), str(row))
+        states.flush(), tables.flush()
+
+    def prepare(plan):
+        view = buffers.prepare(plan, states, tables, num_reqs=12, num_tokens=64)
+        per_request = (view.rows, view.query_start_loc, view.seq_lens, view.logits_indices)
+        per_token = (view.input_ids, view.positions, view.token_to_i, *view.slot_mappings)
+        return [*per_request, *per_token, *(table[:, :8] for table in view.block_tables)]
+
+    def replayed():
+        buffers.gather(buffers.batch, states, tables, num_reqs=12, num_tokens=64, max_seq_len=64)
+
+    admit()
+    tensors = prepare(make_plan([0], [1], max_seq_len=64))
+    replayed()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed()
+    for _ in range(10):
+        admit()
+        rows = rng.permutation(16)[: int(rng.integers(1, 13))].tolist()
+        plan = make_plan(rows, rng.integers(1, 6, len(rows)).tolist(), max_seq_len=64)
+        want, batch = [tensor.clone() for tensor in prepare(plan)], buffers.batch.clone()
+        for tensor in tensors:
+            tensor.fill_(-77)
+        buffers.batch.copy_(batch)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
 def test_a_batch_size_doesnt_compile_anew(make_request, make_writes, make_plan):
     from mrv2.kernels.prepare_inputs import _prepare_inputs_kernel
 

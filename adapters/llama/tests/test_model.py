@@ -1,15 +1,17 @@
-"""Tiny random Llama and Mistral models against transformers: whole, chunked, token by token, padded."""
+"""Tiny random Llama, Mistral and Mixtral models against transformers: whole, chunked, token by token, padded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from mrv2.testing.checkpoints import read_tensors
 from mrv2.testing.ragged import RaggedBatch, build_native
-from mrv2_adapter_llama.model import LlamaForCausalLM, MistralForCausalLM
+from mrv2_adapter_llama.model import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM
 
 SIZES = {
     "vocab_size": 97,
@@ -43,11 +45,21 @@ MISTRAL: dict[str, dict[str, Any]] = {
     "no-window": {"sliding_window": None},
     "head-size": {"sliding_window": 9, "head_dim": 20},
 }
+MIXTRAL: dict[str, dict[str, Any]] = {
+    "plain": {"num_local_experts": 4},
+    "window": {"num_local_experts": 4, "sliding_window": 6, "head_dim": 20},
+    "one-of-three": {"num_local_experts": 3, "num_experts_per_tok": 1, "hidden_act": "gelu"},
+    "tied": {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+}
 CASES = [
     *((LlamaForCausalLM, transformers.LlamaForCausalLM, transformers.LlamaConfig, n, c) for n, c in LLAMA.items()),
     *(
         (MistralForCausalLM, transformers.MistralForCausalLM, transformers.MistralConfig, n, c)
         for n, c in MISTRAL.items()
+    ),
+    *(
+        (MixtralForCausalLM, transformers.MixtralForCausalLM, transformers.MixtralConfig, n, c)
+        for n, c in MIXTRAL.items()
     ),
 ]
 
@@ -67,10 +79,13 @@ def prompts(lens: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "config_class", "name", "changes"), CASES, ids=lambda v: str(v)[:40])
-def test_logits_equal_transformers(ours: type, theirs: type, config_class: type, name: str, changes: dict) -> None:
+def test_logits_equal_transformers(
+    ours: type, theirs: type, config_class: type, name: str, changes: dict, tmp_path: Path
+) -> None:
     config = config_class(**SIZES | changes)
     reference = random_reference(theirs, config)
-    batch = RaggedBatch(*build_native(ours, config, reference.state_dict().items()))
+    reference.save_pretrained(tmp_path)  # experts lie apart in files, and packed in memory
+    batch = RaggedBatch(*build_native(ours, config, read_tensors(tmp_path).items()))
     ragged = prompts((1, 5, 23, 8, 40, 13, 2, 31))
     with torch.inference_mode():
         expected = [reference(torch.tensor([p])).logits[0] for p in ragged]

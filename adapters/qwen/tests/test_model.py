@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from mrv2.testing.checkpoints import read_tensors
 from mrv2.testing.ragged import RaggedBatch, build_native
-from mrv2_adapter_qwen.model import Qwen2ForCausalLM, Qwen3ForCausalLM
+from mrv2_adapter_qwen.model import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 97,
@@ -42,9 +44,26 @@ QWEN3: dict[str, dict[str, Any]] = {
     "yarn": {"head_dim": 16, "rope_parameters": YARN},
     "partial-rotary": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }
+SPARSE = {"head_dim": 12, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
+MOE: dict[str, dict[str, Any]] = {
+    "plain": SPARSE | {"norm_topk_prob": True},
+    "as-softmax-gives": SPARSE | {"norm_topk_prob": False},
+    "dense-layers": SPARSE | {"mlp_only_layers": [0, 2]},
+    "every-second": SPARSE | {"decoder_sparse_step": 2, "norm_topk_prob": True},
+    "dense": SPARSE | {"num_experts": 0},
+    "one-expert": SPARSE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    "all-experts": SPARSE | {"num_experts_per_tok": 6},
+    "window": SLIDING | SPARSE,
+    "no-head-size": {name: value for name, value in SPARSE.items() if name != "head_dim"} | {"attention_bias": True},
+    "tied-yarn": SPARSE | {"tie_word_embeddings": True, "rope_parameters": YARN},
+}
 CASES = [
     *((Qwen2ForCausalLM, transformers.Qwen2ForCausalLM, transformers.Qwen2Config, n, c) for n, c in QWEN2.items()),
     *((Qwen3ForCausalLM, transformers.Qwen3ForCausalLM, transformers.Qwen3Config, n, c) for n, c in QWEN3.items()),
+    *(
+        (Qwen3MoeForCausalLM, transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, n, c)
+        for n, c in MOE.items()
+    ),
 ]
 
 
@@ -58,10 +77,13 @@ def random_reference(reference_class: type, config: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "config_class", "name", "changes"), CASES, ids=lambda v: str(v)[:40])
-def test_logits_equal_transformers(ours: type, theirs: type, config_class: type, name: str, changes: dict) -> None:
+def test_logits_equal_transformers(
+    ours: type, theirs: type, config_class: type, name: str, changes: dict, tmp_path: Path
+) -> None:
     config = config_class(**SIZES | changes)
     reference = random_reference(theirs, config)
-    batch = RaggedBatch(*build_native(ours, config, reference.state_dict().items()))
+    reference.save_pretrained(tmp_path)  # experts lie apart in files, and packed in memory
+    batch = RaggedBatch(*build_native(ours, config, read_tensors(tmp_path).items()))
     g = torch.Generator().manual_seed(1)
     ragged = [torch.randint(0, 97, (n,), generator=g).tolist() for n in (1, 5, 23, 8, 40, 13, 2, 31)]
     with torch.inference_mode():

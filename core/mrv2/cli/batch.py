@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,24 @@ from typing import Any, TextIO
 from mrv2.errors import EngineError, InputFileError, Mrv2Error
 from mrv2.frontend.llm import LLM, Message, Prompt
 from mrv2.frontend.results import RequestOutput
+from mrv2.frontend.ticket import ResultFuture
+from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 
-LINE_KEYS = frozenset({"id", "prompt", "messages"})
+_Outcome = ResultFuture | Mrv2Error
+"""What became of a job: a result to come, or what is wrong with its line."""
+
+LINE_KEYS = frozenset({"id", "prompt", "messages", "timeout"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What holds for all jobs, unless a line says otherwise."""
+
+    params: SamplingParams
+    timeout: float | None = None  # seconds per request
+    chat: bool = False  # wrap text prompts in the chat template
+    system: str | None = None  # message before them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,7 @@ class Job:
     prompt: Prompt | None = None
     messages: Sequence[Message] | None = None
     params: SamplingParams
+    timeout: float | None = None
     error: Mrv2Error | None = None
 
 
@@ -44,16 +61,16 @@ def read_stdin() -> str:
     return _decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
 
 
-def jobs_from_text(text: str, params: SamplingParams, *, chat: bool, system: str | None) -> list[Job]:
+def jobs_from_text(text: str, defaults: Defaults) -> list[Job]:
     """One job from one prompt."""
-    return [Job(line=1, params=params, **_content(text, chat=chat, system=system))]
+    return [Job(line=1, params=defaults.params, timeout=defaults.timeout, **_content(text, defaults))]
 
 
-def jobs_from_file(path: Path, params: SamplingParams, *, chat: bool, system: str | None) -> list[Job]:
+def jobs_from_file(path: Path, defaults: Defaults) -> list[Job]:
     """One job a line; a wrong line becomes a job with an error, so that the others run.
 
-    A line is a JSON object with `prompt` (text or token ids) or `messages`, an `id` to be given back, and
-    any field of `SamplingParams`; or just a JSON string. Empty lines are skipped.
+    A line is a JSON object with `prompt` (text or token ids) or `messages`, an `id` to be given back, a
+    `timeout` in seconds, and any field of `SamplingParams`; or just a JSON string. Empty lines are skipped.
 
     Raises:
         InputFileError: the file can't be read, or is not UTF-8.
@@ -66,9 +83,9 @@ def jobs_from_file(path: Path, params: SamplingParams, *, chat: bool, system: st
     for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold any other kind of line break
         if line.strip():
             try:
-                job = _parse_line(number, line, params, chat=chat, system=system)
+                job = _parse_line(number, line, defaults)
             except Mrv2Error as error:
-                job = Job(line=number, id=_id_of(line), params=params, error=error)
+                job = Job(line=number, id=_id_of(line), params=defaults.params, error=error)
             jobs.append(replace(job, where=f"{path}, line {number}"))
     if not jobs:
         raise InputFileError("the file has no lines", where=str(path), fix='write {"prompt": "…"} lines')
@@ -79,16 +96,16 @@ def run_stream(llm: LLM, job: Job, *, show_pieces: bool) -> int:
     """Print one answer, as it comes or at its end, and statistics on stderr."""
     prompt = _prompt(llm, job)
     if llm.model.tokenizer is None:
-        result = llm.generate(prompt, job.params)[0]
+        result = llm.generate(prompt, job.params, timeout=job.timeout)[0]
         print(" ".join(str(t) for t in result.outputs[0].token_ids))
     else:
-        result = asyncio.run(_print_pieces(llm, prompt, job.params, show_pieces=show_pieces))
+        result = asyncio.run(_print_pieces(llm, prompt, job, show_pieces=show_pieces))
     print(_statistics([result], result.timing.total_time), file=sys.stderr)
     return 0
 
 
-async def _print_pieces(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_pieces: bool) -> RequestOutput:
-    async for piece in llm.stream(prompt, params):
+async def _print_pieces(llm: LLM, prompt: Prompt, job: Job, *, show_pieces: bool) -> RequestOutput:
+    async for piece in llm.stream(prompt, job.params, timeout=job.timeout):
         if show_pieces:
             print(piece.text, end="", flush=True)
         if piece.finished is not None:
@@ -104,33 +121,51 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
         2 if a line was wrong, else 0.
     """
     start = time.monotonic()
-    errors: dict[int, Mrv2Error] = {}
-    futures = {}
-    for job in jobs:
-        try:
-            if job.error is not None:
-                raise job.error
-            futures[job.line] = llm.submit([_prompt(llm, job)], job.params)[0]
-        except EngineError:
-            raise
-        except Mrv2Error as error:
-            if single:
-                raise
-            errors[job.line] = type(error)(error.what, where=job.where, fix=error.fix)
-            print(errors[job.line], file=sys.stderr)
+    started = deque(_start(llm, job, single=single) for job in jobs[:1])  # wrong alone, it leaves no file behind
     results: list[RequestOutput] = []
+    num_errors = 0
     with _opened(output) as out, _progress(len(jobs)) as advance:
-        for job in jobs:
+
+        def report(job: Job, outcome: _Outcome) -> None:
+            nonlocal num_errors
             record: dict[str, Any] = {} if single else {"line": job.line, "id": job.id}
-            if job.line in errors:
-                record["error"] = errors[job.line].to_dict()
+            if isinstance(outcome, Mrv2Error):
+                num_errors += 1
+                record["error"] = outcome.to_dict()
             else:
-                results += llm.wait([futures[job.line]])
+                results.extend(llm.wait([outcome]))
                 record |= _record(llm, results[-1])
             print(_dumps(record, out, indent=2 if single else None), file=out, flush=True)
             advance()
+
+        for job in jobs[1:]:
+            started.append(_start(llm, job, single=single))
+            while started and _is_known(started[0][1]):
+                report(*started.popleft())
+        while started:
+            report(*started.popleft())
     print(_statistics(results, time.monotonic() - start), file=sys.stderr)
-    return 2 if errors else 0
+    return 2 if num_errors else 0
+
+
+def _start(llm: LLM, job: Job, *, single: bool) -> tuple[Job, _Outcome]:
+    """Hand a job to the engine, once there is room; or say what is wrong with it."""
+    try:
+        if job.error is not None:
+            raise job.error
+        return job, llm.submit([_prompt(llm, job)], job.params, timeout=job.timeout, block=True)[0]
+    except EngineError:
+        raise
+    except Mrv2Error as error:
+        if single:
+            raise
+        placed = type(error)(error.what, where=job.where, fix=error.fix)
+        print(placed, file=sys.stderr)
+        return job, placed
+
+
+def _is_known(outcome: _Outcome) -> bool:
+    return isinstance(outcome, Mrv2Error) or outcome.done()
 
 
 def _dumps(record: Mapping[str, Any], out: TextIO, *, indent: int | None) -> str:
@@ -154,14 +189,14 @@ def _prompt(llm: LLM, job: Job) -> Prompt:
     return job.prompt
 
 
-def _content(prompt: Any, *, chat: bool, system: str | None) -> dict[str, Any]:
-    if not chat:
+def _content(prompt: Any, defaults: Defaults) -> dict[str, Any]:
+    if not defaults.chat:
         return {"prompt": prompt}
-    before = [] if system is None else [{"role": "system", "content": system}]
+    before = [] if defaults.system is None else [{"role": "system", "content": defaults.system}]
     return {"messages": [*before, {"role": "user", "content": prompt}]}
 
 
-def _parse_line(number: int, line: str, defaults: SamplingParams, *, chat: bool, system: str | None) -> Job:
+def _parse_line(number: int, line: str, defaults: Defaults) -> Job:
     record = _load_json(line)
     record = {"prompt": record} if isinstance(record, str) else record
     if not isinstance(record, Mapping) or ("prompt" in record) == ("messages" in record):
@@ -170,9 +205,10 @@ def _parse_line(number: int, line: str, defaults: SamplingParams, *, chat: bool,
     unknown = sorted(set(record) - LINE_KEYS - known)
     if unknown:
         raise InputFileError(f"unknown keys: {', '.join(unknown)}", fix=f"use {', '.join(sorted(LINE_KEYS | known))}")
-    content = _line_content(record, chat=chat, system=system)
-    params = replace(defaults, **{k: v for k, v in record.items() if k in known})
-    return Job(line=number, id=record.get("id"), params=params, **content)
+    content = _line_content(record, defaults)
+    params = replace(defaults.params, **{k: v for k, v in record.items() if k in known})
+    timeout = record.get("timeout", defaults.timeout)
+    return Job(line=number, id=record.get("id"), params=params, timeout=timeout, **content)
 
 
 def _load_json(line: str) -> Any:
@@ -196,7 +232,7 @@ def _id_of(line: str) -> Any:
     return record.get("id") if isinstance(record, Mapping) else None
 
 
-def _line_content(record: Mapping[str, Any], *, chat: bool, system: str | None) -> dict[str, Any]:
+def _line_content(record: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
@@ -208,7 +244,7 @@ def _line_content(record: Mapping[str, Any], *, chat: bool, system: str | None) 
     ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
     if not isinstance(prompt, str) and not ids:
         raise InputFileError("`prompt` is neither text nor a list of token ids", fix='write {"prompt": "…"}')
-    return {"prompt": prompt} if ids else _content(prompt, chat=chat, system=system)
+    return {"prompt": prompt} if ids else _content(prompt, defaults)
 
 
 def _is_message(message: object) -> bool:
@@ -262,7 +298,8 @@ def _statistics(results: Sequence[RequestOutput], seconds: float) -> str:
     prompt = sum(r.usage.prompt_tokens for r in results)
     cached = sum(r.usage.cached_tokens for r in results)
     rate = generated / seconds if seconds else 0.0
+    late = sum(r.outputs[0].finish_reason is FinishReason.TIMEOUT for r in results)
     return (
         f"[{len(results)} request{'s' if len(results) != 1 else ''}: {prompt} prompt tokens ({cached} cached), "
-        f"{generated} generated in {seconds:.2f} s, {rate:.1f} tokens/s]"
+        f"{generated} generated in {seconds:.2f} s, {rate:.1f} tokens/s{f', {late} timed out' if late else ''}]"
     )

@@ -39,6 +39,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Makes the draws repeat
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Stop string; can be repeated.")]
 StopIds = Annotated[list[int] | None, typer.Option("--stop-token-id", help="Can be repeated.")]
 Logprobs = Annotated[int | None, typer.Option("--logprobs", help="Top log-probabilities per token, with --json.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", help="Seconds per request, after which it ends with what it has. Default: no limit."),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:0 …")]
@@ -46,6 +50,19 @@ MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Most t
 MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Most requests at once.")]
 MaxNumTokens = Annotated[int, typer.Option("--max-num-tokens", help="Most tokens in one step.")]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory", help="Bytes for the KV cache.")]
+DebugRunner = Annotated[
+    bool,
+    typer.Option(
+        "--debug-runner",
+        help="Make faults of adapters and kernels show: late streams, poisoned memory, a watched KV cache. Slow.",
+    ),
+]
+Graphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--graphs/--no-graphs", help="CUDA graphs of decode steps. Default: on a GPU, if the model allows it."
+    ),
+]
 PrefixCaching = Annotated[
     bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: if the adapter offers it.")
 ]
@@ -69,6 +86,7 @@ def command(
     stop_token_id: StopIds = None,
     logprobs: Logprobs = None,
     ignore_eos: IgnoreEos = False,
+    timeout: Timeout = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
@@ -76,11 +94,13 @@ def command(
     max_num_tokens: MaxNumTokens = 2048,
     kv_memory: KvMemory = None,
     prefix_caching: PrefixCaching = None,
+    graphs: Graphs = None,
+    debug_runner: DebugRunner = False,
     adapter: Adapters = None,
     json: Json = False,
 ) -> int:
     """Generate text."""
-    from mrv2.cli.batch import jobs_from_file, jobs_from_text, read_stdin, run_batch, run_stream
+    from mrv2.cli.batch import Defaults, jobs_from_file, jobs_from_text, read_stdin, run_batch, run_stream
     from mrv2.errors import CommandLineError
     from mrv2.sample.params import SamplingParams
 
@@ -111,11 +131,12 @@ def command(
     ):
         if clash:
             raise CommandLineError(f"{what} can't go together", where="mrv2 generate", fix="leave one of them out")
+    defaults = Defaults(params=params, timeout=timeout, chat=chat, system=system)
     jobs: list[Job]
     if input is not None:
-        jobs = jobs_from_file(input, params, chat=chat, system=system)
+        jobs = jobs_from_file(input, defaults)
     else:
-        jobs = jobs_from_text(read_stdin() if prompt is None else prompt, params, chat=chat, system=system)
+        jobs = jobs_from_text(read_stdin() if prompt is None else prompt, defaults)
     llm = _load(
         model,
         adapter,
@@ -126,6 +147,8 @@ def command(
         max_num_tokens=max_num_tokens,
         kv_memory=kv_memory,
         prefix_caching=prefix_caching,
+        graphs=graphs,
+        debug=debug_runner,
     )
     with llm:
         if input is None and output is None and not json:

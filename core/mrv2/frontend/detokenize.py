@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, with stop strings."""
+"""Token ids to text, piece by piece."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ PROMPT_TOKENS = 6
 MAX_HELD_TOKENS = 16
 """No character takes more tokens; past this the bytes are simply not UTF-8, and holding on would only cost."""
 
+MAX_NEW_TOKENS = 256
+"""Tokens in a window that ended within a character every time: time to look at them one by one."""
+
+CONTEXT_TOKENS = PROMPT_TOKENS + MAX_HELD_TOKENS
+"""Tokens at the prompt's end that are looked at, at most, for one that begins a character."""
+
 
 class IncrementalDetokenizer:
     """Turns tokens into text as they come.
@@ -24,101 +30,125 @@ class IncrementalDetokenizer:
     never within a character, which some decoders need to get a run of bytes right; and it never begins with
     the new tokens, at whose front decoders may strip a space. The pieces join to the text of the whole.
 
+    Many may be decoded in one call: `windows` says what of, and `push` takes the texts.
+
     Args:
         tokenizer: decodes.
-        prompt_ids: the prompt, whose end is the first context.
+        prompt_ids: the prompt, or its last `CONTEXT_TOKENS`: the first context.
         skip_special_tokens: leave special tokens out.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = self._prompt_end(prompt_ids)
+        self._prompt: list[int] | None = list(prompt_ids[-CONTEXT_TOKENS:])  # None: has been looked at
+        self._window = self._prompt[-PROMPT_TOKENS:]
         self._num_new = 0  # tokens at the window's end that came since it began anew
         self._num_idle = 0  # of these, the ones that have given no text yet
-        self._given = len(self._decode(self._window).rstrip(REPLACEMENT))  # characters that have been given out
-
-    def _prompt_end(self, prompt_ids: Sequence[int]) -> list[int]:
-        for n in range(PROMPT_TOKENS, PROMPT_TOKENS + MAX_HELD_TOKENS):
-            window = list(prompt_ids[-n:])
-            if len(window) < n or not self._decode(window).startswith(REPLACEMENT):
-                return window
-        return list(prompt_ids[-PROMPT_TOKENS:])
+        self._given: int | None = None  # characters of the window's text that have been given out; None: all
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now certain."""
+    def windows(self, token_ids: list[int]) -> tuple[list[int], ...]:
+        """Windows whose texts `push` or `whole` can use for these tokens."""
+        window = self._window + token_ids
+        return (window,) if self._given is not None else (self._window, window)
+
+    def push(self, token_ids: list[int], texts: Sequence[str] = ()) -> str:
+        """Add tokens; return the text that is now certain.
+
+        Args:
+            token_ids: what came.
+            texts: of `windows(token_ids)`; without them each token is decoded here.
+        """
+        given = self._num_given(texts[0]) if texts else None
+        if given is not None:
+            piece = self._push_all(token_ids, texts[-1], given)
+            if piece is not None:
+                return piece
+        self._look_at_prompt()
         return "".join([self._push_one(token) for token in token_ids])
 
+    def _push_all(self, token_ids: list[int], text: str, given: int) -> str | None:
+        """The same as one token after the other. None: it isn't, or nobody knows."""
+        certain = text.rstrip(REPLACEMENT)
+        whole, num_new = len(certain) == len(text), self._num_new + len(token_ids)
+        if len(certain) <= given or (not whole and num_new > MAX_NEW_TOKENS):
+            return None
+        self._window = self._window + token_ids
+        if whole:
+            self._begin_anew(num_new)
+        else:
+            self._prompt, self._given, self._num_new, self._num_idle = None, len(certain), num_new, 0
+        return certain[given:]
+
+    def whole(self, token_ids: list[int], texts: Sequence[str]) -> str:
+        """The text of all tokens at once, where nobody watched them come.
+
+        Args:
+            token_ids: all of them.
+            texts: of `windows(token_ids)`.
+        """
+        if not token_ids:
+            return ""
+        given = self._num_given(texts[0])
+        if given is not None:
+            return texts[-1][given:]
+        self._look_at_prompt()
+        self._window, self._num_new = self._window + token_ids, 1
+        return self.flush()
+
+    def _num_given(self, before: str) -> int | None:
+        """Characters of the window's text that were given out before; None: it begins within a character."""
+        if self._given is not None:
+            return self._given
+        if self._prompt is None:
+            return len(before)
+        if len(self._prompt) > PROMPT_TOKENS and before.startswith(REPLACEMENT):
+            return None
+        return len(before.rstrip(REPLACEMENT))  # the answer may complete the prompt's last character
+
+    def _look_at_prompt(self) -> None:
+        """Find the first window: one that doesn't begin within a character, if there is one."""
+        if self._prompt is None:
+            return
+        for n in range(PROMPT_TOKENS, len(self._prompt) + 1):
+            text = self._decode(self._prompt[-n:])
+            if not text.startswith(REPLACEMENT):
+                self._window = self._prompt[-n:]
+                break
+        else:
+            text = self._decode(self._window)
+        self._given, self._prompt = len(text.rstrip(REPLACEMENT)), None
+
     def _push_one(self, token: int) -> str:
-        self._window.append(token)
+        if self._given is None:
+            self._given = len(self._decode(self._window))
+        self._window = [*self._window, token]
         self._num_new += 1
         self._num_idle += 1
         text = self._decode(self._window)
         certain = text.rstrip(REPLACEMENT)
         if self._num_idle > MAX_HELD_TOKENS or (len(certain) == len(text) > self._given):
             piece = text[self._given :]
-            self._begin_anew()
+            self._begin_anew(self._num_new)
             return piece
         piece = certain[self._given :]
         if piece:
             self._given, self._num_idle = len(certain), 0
         return piece
 
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens at once, where nobody watched them come."""
-        self._window += token_ids
-        return self.flush()
-
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, num_new: int) -> None:
         """Start the window at the newest piece: what came before it is settled."""
-        self._window = self._window[-self._num_new :]
-        self._num_new, self._num_idle, self._given = 0, 0, len(self._decode(self._window))
+        self._window, self._prompt, self._given = self._window[-num_new:], None, None
+        self._num_new = self._num_idle = 0
 
     def flush(self) -> str:
         """The text still held back, incomplete characters included."""
+        if not self._num_new:
+            return ""
         text = self._decode(self._window)
+        assert self._given is not None
         piece, self._given = text[self._given :], max(self._given, len(text))
         return piece
-
-
-class StopStrings:
-    """Finds the first stop string in a growing text and holds back what may become one.
-
-    Args:
-        stops: non-empty strings.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, piece: str) -> str:
-        """Add text; return what can be given out. After `found` is set, nothing more comes."""
-        if self.found is not None:
-            return ""
-        text = self._held + piece
-        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if hits:
-            at, self.found = min(hits)
-            self._held = ""
-            return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """The text held back; generation has ended without a stop string."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-import queue
+import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
 
-from mrv2.errors import EngineError
-from mrv2.frontend.output_processor import OutputProcessor, Ticket
+import torch
+
+from mrv2.errors import EngineError, QueueFullError
+from mrv2.frontend.deadlines import Deadlines
+from mrv2.frontend.event_box import EventBox
+from mrv2.frontend.output_processor import OutputProcessor
+from mrv2.frontend.ticket import Ticket
 from mrv2.loader.tokenizer import Tokenizer
+from mrv2.runner.device import on_device
 from mrv2.runner.engine import Engine
 from mrv2.runner.request import FinishReason, Request
 from mrv2.runner.scheduler import StepEvents
 
-MAX_PENDING_EVENTS = 64
+MAX_PENDING_EVENTS = 256
 """Steps the output thread may lag behind before the engine waits for it: memory stays bounded."""
 
-_Event = StepEvents | Request | None  # a step, a request ended from outside, or the end of all
+_Event = StepEvents | Request  # a step, or a request ended from outside
 
 
 class Driver:
@@ -28,16 +34,26 @@ class Driver:
     Args:
         engine: driven by this object's thread only.
         tokenizer: for text; None: token ids only.
+        device: that the engine runs on.
+        max_queue: most requests without a row; None: any number.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, *, device: torch.device, max_queue: int | None
+    ) -> None:
         self._engine = engine
-        self._wake = threading.Condition()
+        self._device = device
+        self._max_queue = max_queue
+        self._lock = threading.RLock()  # a finaliser may call `close` in a thread that holds it
+        self._wake = threading.Condition(self._lock)  # for the engine's thread: there is mail
+        self._room = threading.Condition(self._lock)  # for callers who feed: the queue has moved
+        self._num_taken = 0  # arrivals that the engine's thread is just handing over
         self._arrivals: deque[Ticket] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
+        self._deadlines = Deadlines()  # the engine thread's
         self._closing = False
         self._failure: EngineError | None = None
-        self._events: queue.Queue[_Event] = queue.Queue(MAX_PENDING_EVENTS)
+        self._events: EventBox[_Event] = EventBox(MAX_PENDING_EVENTS)
         self._outputs = OutputProcessor(
             tokenizer,
             stop_request=lambda req_id: self.end(req_id, FinishReason.STOP),
@@ -51,26 +67,59 @@ class Driver:
 
         Raises:
             EngineError: the engine has failed or was closed.
+            QueueFullError: there is no room for all of them; none is queued then.
         """
-        with self._wake:
-            if self._failure is not None:
-                raise self._failure
-            if self._closing:
-                raise EngineError("the engine is closed", where="LLM", fix="build a new one")
-            if self._pid != os.getpid():
-                raise EngineError(
-                    f"the engine belongs to process {self._pid}, which this one was forked from",
+        with self._lock:
+            self._check_open()
+            if (count := len(tickets)) > self._num_free():
+                raise QueueFullError(
+                    f"{self._num_waiting()} requests wait, and {count} more would exceed max_queue={self._max_queue}",
                     where="LLM",
-                    fix="build the LLM in the process that uses it",
+                    fix="try again later, or raise max_queue",
                 )
-            if not self._threads:
-                self._start()
-            self._arrivals.extend(tickets)
-            self._wake.notify()
+            self._queue(tickets)
+
+    def feed(self, tickets: deque[Ticket]) -> None:
+        """Queue as many as there is room for and take them off `tickets`; wait until it is one at least.
+
+        Raises:
+            EngineError: the engine has failed or was closed, maybe while waiting.
+        """
+        with self._lock:
+            self._check_open()
+            while not (free := self._num_free()):
+                self._room.wait()
+                self._check_open()
+            self._queue([tickets.popleft() for _ in range(min(free, len(tickets)))])
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise EngineError("the engine is closed", where="LLM", fix="build a new one")
+        if self._pid != os.getpid():
+            raise EngineError(
+                f"the engine belongs to process {self._pid}, which this one was forked from",
+                where="LLM",
+                fix="build the LLM in the process that uses it",
+            )
+
+    def _num_free(self) -> int:
+        return sys.maxsize if self._max_queue is None else max(0, self._max_queue - self._num_waiting())
+
+    def _num_waiting(self) -> int:
+        """Requests without a row. Too many rather than too few: those just being handed over may count twice."""
+        return len(self._arrivals) + self._num_taken + self._engine.scheduler.num_waiting
+
+    def _queue(self, tickets: Sequence[Ticket]) -> None:
+        if not self._threads:
+            self._start()
+        self._arrivals.extend(tickets)
+        self._wake.notify()
 
     def end(self, req_id: str, reason: FinishReason) -> None:
         """Ask for a request's end. Unknown and ended ids are legal: the end may have come meanwhile."""
-        with self._wake:
+        with self._lock:
             self._endings.append((req_id, reason))
             self._wake.notify()
 
@@ -80,12 +129,16 @@ class Driver:
         """
         if self._pid != os.getpid():
             return  # a forked child has the object, but neither thread
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._stop()
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 thread.join()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._wake.notify()
+            self._room.notify_all()
 
     def _start(self) -> None:
         for name, target in (("engine", self._drive), ("outputs", self._deliver)):
@@ -95,62 +148,71 @@ class Driver:
 
     def _drive(self) -> None:
         try:
-            while self._take_mail():
-                events = self._engine.step()
-                if events is not None and (events.watched or events.ended):
-                    self._events.put(events)
+            with on_device(self._device):
+                while self._take_mail():
+                    events = self._engine.step()
+                    if events is not None and (events.ended or len(events.numbers_np)):
+                        self._events.put(events, urgent=bool(events.ended))
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._fail(error)
-        with self._wake:
-            self._closing = True
-            late = list(self._arrivals)
-        for ticket in late:
+        self._stop()
+        for ticket in self._arrivals:  # nothing is added any more
             self._outputs.open(ticket)
-        self._events.put(None)
+        self._events.close()
 
     def _take_mail(self) -> bool:
-        """Take arrivals and endings; wait when idle. False: close."""
-        with self._wake:
-            while not (self._arrivals or self._endings or self._closing or self._engine.has_work):
+        """Take arrivals and endings; wait when idle, after what can be done in advance. False: close."""
+        while not self._has_mail() and self._engine.use_idle_time():
+            pass
+        with self._lock:
+            self._room.notify_all()
+            while not self._has_mail():
                 self._wake.wait()
             if self._closing:
                 return False
             arrivals, endings = list(self._arrivals), list(self._endings)
             self._arrivals.clear()
             self._endings.clear()
+            self._num_taken = len(arrivals)
         for ticket in arrivals:
             self._outputs.open(ticket)
+            self._deadlines.add(ticket.request)
         self._engine.add(ticket.request for ticket in arrivals)
+        self._num_taken = 0
+        endings += [(req_id, FinishReason.TIMEOUT) for req_id in self._deadlines.take_expired()]
         for req_id, reason in endings:
             request = self._engine.end(req_id, reason)
             if request is not None:
-                self._events.put(request)
+                self._events.put(request, urgent=True)
         return True
 
+    def _has_mail(self) -> bool:
+        """Whether there is anything to do. Without the lock it may be out of date."""
+        return bool(self._arrivals or self._endings or self._closing or self._engine.has_work)
+
     def _fail(self, error: BaseException) -> None:
-        with self._wake:
-            self._failure = EngineError(
+        """Note why the engine has failed: the first reason, which later ones may follow from."""
+        failure = error if isinstance(error, EngineError) else None
+        if failure is None:
+            failure = EngineError(
                 f"{type(error).__name__}: {error}",
                 where=_where(error),
                 fix="correct what raised there, then build a new LLM",
             )
-            self._failure.__cause__ = error
+            failure.__cause__ = error
+        with self._lock:
+            self._failure = self._failure or failure
 
     def _deliver(self) -> None:
         try:
-            while (event := self._events.get()) is not None:
-                if isinstance(event, Request):
-                    self._outputs.end(event)
-                else:
-                    self._outputs.process(event)
+            outputs = self._outputs
+            while (events := self._events.take(outputs.rest_until, waiting=outputs.waiting)) is not None:
+                outputs.process(events)
         except BaseException as error:
             self._fail(error)
-            with self._wake:
-                self._closing = True
-                self._wake.notify()
-            while self._events.get() is not None:  # let the engine thread get past a full queue
-                pass
-        with self._wake:
+            self._stop()
+            self._events.drop_all()  # let the engine thread get past a full box
+        with self._lock:
             closed = EngineError("the engine was closed while requests ran", where="LLM", fix="wait before closing")
         self._outputs.fail(self._failure or closed)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import queue
+import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from numbers import Integral
 from types import TracebackType
 from typing import Any
@@ -15,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
+from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.courier import Courier, PieceQueue
 from mrv2.frontend.driver import Driver
-from mrv2.frontend.output_processor import ResultFuture, Ticket
 from mrv2.frontend.results import RequestOutput, StreamOutput
-from mrv2.runner.build import EngineConfig, assemble, load
+from mrv2.frontend.ticket import ResultFuture, Ticket
 from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 
@@ -27,6 +31,9 @@ Prompt = str | Sequence[int]
 
 Message = Mapping[str, str]
 """One chat message: `role` and `content`."""
+
+MAX_TIMEOUT = 1e9
+"""Seconds, some thirty years: longer is taken for a mistake."""
 
 
 class LLM:
@@ -54,9 +61,13 @@ class LLM:
         parts = assemble(self.model, self.config)
         self.limits = parts.limits
         self.stats = parts.engine.scheduler.stats
+        self.graph_stats = parts.graphs
         self._intake = parts.intake
-        self._driver = Driver(parts.engine, self.model.tokenizer)
+        self._driver = Driver(
+            parts.engine, self.model.tokenizer, device=parts.limits.device, max_queue=self.config.max_queue
+        )
         self._ids = itertools.count()
+        self._couriers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = weakref.WeakKeyDictionary()
         self._close = weakref.finalize(self, self._driver.close)
 
     # -- use ---------------------------------------------------------------------------------------------
@@ -66,39 +77,64 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        timeout: float | None = None,
         on_done: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts as one batch; results come in the prompts' order.
 
+        More prompts than the queue has room for (`max_queue`) are fed in as room appears.
+
         Args:
             prompts: texts or lists of token ids.
             params: one for all, or one per prompt.
+            timeout: seconds from now. What isn't done then ends with `finish_reason="timeout"` and what it has, at
+                the end of the step that is running. None: as long as it takes.
             on_done: called with each result as it ends, in the calling thread; for progress. If it raises, the
                 rest is aborted.
 
         Raises:
-            RequestError: a prompt is wrong. Nothing has been started then.
+            RequestError: a prompt is wrong, or `timeout`. Nothing has been started then.
             EngineError: the engine failed.
         """
-        futures = self.submit(_as_list(prompts), params)
-        if on_done is not None:
-            with self._aborting(futures):
-                for future in as_completed(futures):
-                    on_done(future.result())
-        return self.wait(futures)
+        tickets = self._tickets(_as_list(prompts), params, timeout)
+        futures = [ticket.future for ticket in tickets]
+        with self._aborting(futures):
+            for future in self._as_they_end(tickets):
+                result = future.result()
+                if on_done is not None:
+                    on_done(result)
+            return [future.result() for future in futures]
 
     def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        block: bool = False,
     ) -> list[ResultFuture]:
         """Start generating and return at once. `wait` collects.
 
+        Args:
+            prompts: texts or lists of token ids.
+            params: one for all, or one per prompt.
+            timeout: as in `generate`.
+            block: wait until the queue has taken all prompts, instead of refusing them when it is full.
+
         Raises:
-            RequestError: a prompt is wrong. Nothing has been started then.
+            RequestError: a prompt is wrong, or `timeout`. Nothing has been started then.
+            QueueFullError: the queue has no room for all of them. Nothing has been started then.
         """
-        each = self._spread(params, len(prompts))
-        tickets = [self._ticket(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        self._driver.submit(tickets)
-        return [ticket.future for ticket in tickets]
+        tickets = self._tickets(prompts, params, timeout)
+        futures = [ticket.future for ticket in tickets]
+        if not block:
+            self._driver.submit(tickets)
+            return futures
+        waiting = deque(tickets)
+        with self._aborting(futures):
+            while waiting:
+                self._driver.feed(waiting)
+        return futures
 
     def wait(self, futures: Sequence[ResultFuture]) -> list[RequestOutput]:
         """Results of `submit`, in order. If the wait is interrupted, all of them are aborted."""
@@ -116,28 +152,39 @@ class LLM:
                     self._driver.end(future.request_id, FinishReason.ABORT)
             raise
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamOutput]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> AsyncIterator[StreamOutput]:
         """Yield pieces as they are generated; the last one carries the whole result.
 
+        A piece is what has come since the one before: with few streams a token or so, with hundreds some more.
         Leaving the loop early, or cancelling the task, aborts the request.
+
+        Args:
+            prompt: a text or a list of token ids.
+            params: how to generate.
+            timeout: as in `generate`.
+
+        Raises:
+            RequestError: the prompt is wrong, or `timeout`.
+            QueueFullError: too many requests wait already.
         """
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[StreamOutput | BaseException] = asyncio.Queue()
+        pieces = PieceQueue(loop, self._couriers.setdefault(loop, Courier(loop)))
 
-        def pass_on(item: StreamOutput | BaseException) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(pieces.put_nowait, item)
+        def pass_on_failure(future: Future[RequestOutput]) -> None:
+            if (error := future.exception()) is not None:
+                pieces.post(error)
+                pieces.courier.ring()
 
-        ticket = self._ticket(prompt, params or SamplingParams(), on_piece=pass_on)
-        ticket.future.add_done_callback(lambda f: pass_on(error) if (error := f.exception()) else None)
+        ticket = self._ticket(prompt, params or SamplingParams(), deadline=_deadline(timeout), pieces=pieces)
+        ticket.future.add_done_callback(pass_on_failure)
         self._driver.submit([ticket])
         try:
             while True:
-                item = await pieces.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finished is not None:
+                piece = await pieces.get()
+                yield piece
+                if piece.finished is not None:
                     return
         finally:
             if not ticket.future.done():
@@ -179,6 +226,26 @@ class LLM:
             ) from error
         return self.model.tokenizer.encode(text)
 
+    def _as_they_end(self, tickets: Sequence[Ticket]) -> Iterator[ResultFuture]:
+        """Feed the engine, and yield futures in the order in which they are resolved."""
+        ended: queue.SimpleQueue[ResultFuture] = queue.SimpleQueue()
+        waiting = deque(tickets)
+        for ticket in tickets:
+            ticket.future.add_done_callback(ended.put)  # type: ignore[arg-type]
+        for _ in tickets:
+            while waiting and ended.empty():
+                self._driver.feed(waiting)
+            yield ended.get()
+
+    def _tickets(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        timeout: float | None,
+    ) -> list[Ticket]:
+        each, deadline = self._spread(params, len(prompts)), _deadline(timeout)
+        return [self._ticket(prompt, p, deadline=deadline) for prompt, p in zip(prompts, each, strict=True)]
+
     def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
@@ -191,7 +258,12 @@ class LLM:
         return list(params)
 
     def _ticket(
-        self, prompt: Prompt, params: SamplingParams, *, on_piece: Callable[[StreamOutput], None] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        deadline: float | None,
+        pieces: PieceQueue | None = None,
     ) -> Ticket:
         tokenizer = self.model.tokenizer
         for needed, what in ((isinstance(prompt, str), "a text prompt"), (bool(params.stop), "a stop string")):
@@ -200,8 +272,9 @@ class LLM:
         req_id = str(next(self._ids))
         text = prompt if isinstance(prompt, str) else None
         ids = self._encode(prompt, req_id) if isinstance(prompt, str) else prompt
-        request = self._intake.request(req_id, ids, params, watched=on_piece is not None)
-        return Ticket(request=request, prompt=text, future=ResultFuture(req_id), on_piece=on_piece)
+        request = self._intake.request(req_id, ids, params, watched=pieces is not None)
+        request.deadline = deadline
+        return Ticket(request=request, prompt=text, future=ResultFuture(req_id), pieces=pieces)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -216,6 +289,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         )
     one = len(prompts) > 0 and isinstance(prompts[0], Integral)
     return [prompts] if one else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    """The time when `timeout` is over."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= MAX_TIMEOUT:
+        raise RequestError(
+            f"timeout={timeout!r} is out of range: more than 0 and at most {MAX_TIMEOUT:g} seconds, or None",
+            where="LLM",
+            fix="set timeout accordingly",
+        )
+    return time.monotonic() + timeout
 
 
 def _no_tokenizer(what: str) -> TokenizerError:

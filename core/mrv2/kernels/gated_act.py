@@ -2,7 +2,7 @@
 
 # Triton infers the types of a kernel's arguments.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """By transformers' `hidden_act` names."""
 
-_FORMULAS: Mapping[str, int] = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
+FORMULAS: Mapping[str, int] = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3}
+"""What `activate` knows each of them by."""
 
 
 def gated_act_ref(*, gate_up: Tensor, act: str, out: Tensor) -> None:
@@ -55,8 +56,23 @@ def gated_act(*, gate_up: Tensor, act: str, out: Tensor) -> None:
         return
     # Tokens on the first axis of the grid: the second holds 65535 programs at most.
     _gated_act_kernel[(num_tokens, triton.cdiv(size, _BLOCK))](
-        gate_up, gate_up.stride(0), out, out.stride(0), size, FORMULA=_FORMULAS[act], BLOCK=_BLOCK
+        gate_up, gate_up.stride(0), out, out.stride(0), size, FORMULA=FORMULAS[act], BLOCK=_BLOCK
     )
+
+
+@jit()
+def activate(x, FORMULA: tl.constexpr):
+    """An activation of float32 values; FORMULA is one of `FORMULAS`."""
+    if FORMULA == 0:
+        value = x * tl.sigmoid(x)
+    elif FORMULA == 1:
+        value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FORMULA == 2:
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), which doesn't cancel for negative u.
+        value = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        value = tl.where(x < 0, 0.0, x)  # keeps NaN, as PyTorch does
+    return value
 
 
 @jit()
@@ -67,15 +83,7 @@ def _gated_act_kernel(gate_up, gate_up_stride, out, out_stride, size, FORMULA: t
     row = gate_up + token * gate_up_stride
     gate = tl.load(row + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + size + lane, mask=inside, other=0.0).to(tl.float32)
-    if FORMULA == 0:
-        value = gate * tl.sigmoid(gate)
-    elif FORMULA == 1:
-        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif FORMULA == 2:
-        # (1 + tanh(u)) / 2 is sigmoid(2 u), which doesn't cancel for negative u.
-        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        value = tl.where(gate < 0, 0.0, gate)  # keeps NaN, as PyTorch does
+    value = activate(gate, FORMULA)
     dtype = out.dtype.element_ty
     value = value.to(dtype).to(tl.float32) * up
     tl.store(out + token * out_stride + lane, value.to(dtype), mask=inside)

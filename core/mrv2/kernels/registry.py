@@ -22,7 +22,7 @@ try:
 except ImportError:  # Triton has wheels for Linux only
     triton = tl = None
 
-__all__ = ["Kernel", "interpreting", "jit", "kernel", "tl", "triton"]
+__all__ = ["Kernel", "interpreting", "jit", "kernel", "on_host", "tl", "triton"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +36,10 @@ def interpreting() -> bool:
     if triton is None:
         return False
     return not isinstance(tl.cdiv, triton.JITFunction)
+
+
+_CAN_INTERPRET = interpreting()
+"""Looked up once: to read the environment at every call would cost a tenth of a millisecond per step on a CPU."""
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -76,10 +80,35 @@ class Kernel(Generic[P, R]):
             return self.twin(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
-                if value.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+                if value.is_cuda or (_CAN_INTERPRET and os.environ.get("TRITON_INTERPRET") == "1"):
                     return self.triton(*args, **kwargs)
                 break
         return self.twin(*args, **kwargs)
+
+
+def on_host(twin: Callable[P, None]) -> Callable[P, None]:
+    """A twin that reads and writes its tensors through NumPy, for integer work on a few rows: there NumPy's calls
+    cost a fraction of torch's.
+
+    It is given CPU tensors. Of tensors elsewhere it gets copies, which are copied back: as slow as that sounds, but
+    only tests do it.
+    """
+
+    @functools.wraps(twin)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).is_cpu:
+            return twin(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        copies = {id(tensor): tensor.cpu() for tensor in tensors}
+        twin(
+            *(copies.get(id(value), value) for value in args),  # type: ignore[arg-type]
+            **{name: copies.get(id(value), value) for name, value in kwargs.items()},  # type: ignore[arg-type]
+        )
+        for tensor in tensors:
+            tensor.copy_(copies[id(tensor)])
+        return None
+
+    return run
 
 
 def kernel(*, twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:

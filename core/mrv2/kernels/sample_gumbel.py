@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mrv2.kernels.gumbel import gumbel_noise
+from mrv2.kernels.gumbel_tile import gumbel_of_bits
 from mrv2.kernels.registry import jit, kernel, tl, triton
 
 _COUNTERS = 512
@@ -85,17 +86,6 @@ def sample_gumbel(
     _reduce_tiles_kernel[(num_reqs,)](best, best_id, num_tiles, out, TILES=triton.next_power_of_2(num_tiles))
 
 
-@jit()
-def _gumbel_from_bits(bits):
-    # What gumbel.gumbel_from_bits does, in float32. Where noise is large, v is tiny and keeps its full resolution:
-    # there a series stands for the first logarithm. Elsewhere 1 - v comes from the complement of the bits, since
-    # v itself would round to 1 at the other end.
-    v = (bits.to(tl.float32) + 0.5) * (2.0**-32)
-    w = ((~bits).to(tl.float32) + 0.5) * (2.0**-32)
-    series = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * (0.25 + v * 0.2))))
-    return -tl.log(tl.where(v < 1.0 / 32, series, -tl.log(w)))
-
-
 @jit(do_not_specialize=["stream"])
 def _sample_gumbel_kernel(
     logits,
@@ -124,7 +114,7 @@ def _sample_gumbel_kernel(
         position = zero + tl.load(positions + i).to(tl.int32)
         r0, r1, r2, r3 = tl.philox(tl.load(seeds + row), counter, position, zero + stream, zero)
         bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-        score += _gumbel_from_bits(bits)
+        score += gumbel_of_bits(bits)
     top = tl.max(score, 0)
     tl.store(best + i * num_tiles + tile, top)
     tl.store(best_id + i * num_tiles + tile, tl.min(tl.where(score == top, token, 0x7FFFFFFF), 0))

@@ -6,22 +6,25 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from mrv2.kernels.registry import jit, kernel, tl
+from mrv2.kernels.registry import jit, kernel, on_host, tl
 
 _BLOCK = 256
 
 
+@on_host
 def apply_staged_writes_ref(*, target: Tensor, rows: Tensor, starts: Tensor, cu_lens: Tensor, values: Tensor) -> None:
-    """Torch twin of `apply_staged_writes`."""
-    index = torch.arange(values.shape[0], device=values.device)
-    run = torch.searchsorted(cu_lens[1:], index, right=True)
-    row = rows[run].long()
-    col = starts[run] + index - cu_lens[run]
-    kept = row >= 0
-    target[row[kept], col[kept]] = values[kept]
+    """Twin of `apply_staged_writes`, in NumPy."""
+    target_np, values_np, rows_np, cu_lens_np = target.numpy(), values.numpy(), rows.numpy(), cu_lens.numpy()
+    lens = np.diff(cu_lens_np)
+    row = np.repeat(rows_np, lens)
+    col = np.repeat(starts.numpy() - cu_lens_np[:-1], lens) + np.arange(len(values_np))
+    if rows_np.min() < 0:
+        kept = row >= 0
+        row, col, values_np = row[kept], col[kept], values_np[kept]
+    target_np[row, col] = values_np
 
 
 @kernel(twin=apply_staged_writes_ref)
@@ -31,7 +34,7 @@ def apply_staged_writes(*, target: Tensor, rows: Tensor, starts: Tensor, cu_lens
     Runs are written in no particular order, so they must not overlap; `StagedColumn` sees to it.
 
     Args:
-        target: in and out, [num_rows, width], any dtype but bool (pass a byte view).
+        target: in and out, [num_rows, width], any dtype that NumPy has, but bool (pass a byte view).
         rows: [num_runs] int32; runs of negative rows are dropped.
         starts: [num_runs] int32, first column.
         cu_lens: [num_runs + 1] int32, from 0 to num_values.

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mrv2.kernels.registry import jit, kernel, tl, triton
+from mrv2.kernels.registry import jit, kernel, on_host, tl, triton
 
 
+@on_host
 def update_after_sample_ref(
     *,
     rows: Tensor,
@@ -26,26 +28,28 @@ def update_after_sample_ref(
     stop_token_ids: Tensor,
     num_sampled: Tensor,
 ) -> None:
-    """Torch twin of `update_after_sample`."""
-    num_sampled.zero_()
-    i = ((rows >= 0) & active[rows.clamp(min=0).long()]).nonzero().flatten()
-    row = rows[i].long()
-    seq_len, total = seq_lens[i], total_len[row]
+    """Twin of `update_after_sample`, in NumPy."""
+    rows_np, active_np, total_np, computed_np = rows.numpy(), active.numpy(), total_len.numpy(), num_computed.numpy()
+    ids_np, gained_np = all_token_ids.numpy(), num_sampled.numpy()
+    gained_np[:] = 0
+    i = ((rows_np >= 0) & active_np[rows_np]).nonzero()[0]
+    row = rows_np[i]
+    seq_len, total = seq_lens.numpy()[i], total_np[row]
     complete = seq_len >= total  # else a prefill chunk: its sample predicts a token that is known
-    limit = len_limit[row].clamp(max=all_token_ids.shape[1])
-    running, gained = complete & (total < limit), torch.zeros_like(total)
-    tokens, candidates, stop_ids = sampled[i].to(torch.int32), num_candidates[i], stop_token_ids[row]
-    for s in range(sampled.shape[1]):
+    limit = np.minimum(len_limit.numpy()[row], ids_np.shape[1])
+    running = complete & (total < limit)
+    tokens, candidates, stop_ids = sampled.numpy()[i], num_candidates.numpy()[i], stop_token_ids.numpy()[row]
+    for s in range(tokens.shape[1]):
         took = running & (s < candidates)
         token = tokens[:, s]
-        all_token_ids[row[took], total[took].long()] = token[took]
-        total, gained = total + took, gained + took
-        stopped = (stop_ids == token[:, None]).sum(1) > 0
+        ids_np[row[took], total[took]] = token[took]
+        total = total + took
+        gained_np[i] += took
+        stopped = (stop_ids == token[:, None]).any(1)
         running = running & ~(took & stopped) & (total < limit)
-    num_sampled[i] = gained
-    total_len[row] = total
-    num_computed[row] = torch.where(complete, total - 1, seq_len)
-    active[row] = running | ~complete
+    total_np[row] = total
+    computed_np[row] = np.where(complete, total - 1, seq_len)
+    active_np[row] = running | ~complete
 
 
 @kernel(twin=update_after_sample_ref)

@@ -135,6 +135,26 @@ class LayerSet(Protocol):
         """
         ...
 
+    def moe(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        norm_eps: float,
+        renormalize: bool = True,
+        act: str = "silu",
+    ) -> nn.Module:
+        """Norm, then a gated MLP of each of a token's `top_k` experts, weighted and summed. Call:
+        `layer(h, ctx) -> h`.
+
+        Parameters: `norm`, `gate` (the router, [num_experts, hidden]), and `experts.<i>.gate_proj`, `.up_proj`,
+        `.down_proj`. Experts and weights are chosen as `router` says. Equals `router` and `experts`, named so.
+        """
+        ...
+
     # -- small layers ----------------------------------------------------------------------------------
 
     def norm(self, name: str, size: int, *, eps: float) -> nn.Module:
@@ -149,6 +169,27 @@ class LayerSet(Protocol):
 
     def down(self, name: str, in_size: int, hidden_size: int, *, bias: bool = False) -> nn.Module:
         """Projection back to the hidden size, sharded by input; `layer(x) -> x`."""
+        ...
+
+    def router(
+        self, name: str, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True
+    ) -> nn.Module:
+        """Which experts each token goes to; `layer(x, ctx) -> (weights, experts)`, both [num_tokens, top_k].
+
+        A softmax over all experts in float32, then the largest; `renormalize` makes them sum to one. Weights have
+        the dtype of `x`; experts are int32, the likeliest first and of equals the lower one, -1 for padding.
+        Whole on every rank. Parameter: `weight` [num_experts, hidden].
+        """
+        ...
+
+    def experts(
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+    ) -> nn.Module:
+        """Gated MLPs; `layer(x, weights, experts) -> x` is the weighted sum of what each token's experts give.
+
+        Takes what `router` gives, or a family's own choice of the same shapes; expert -1 is left out.
+        Checkpoint names are `<i>.gate_proj.weight`, `<i>.up_proj.weight` and `<i>.down_proj.weight` within.
+        """
         ...
 
     def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
@@ -178,11 +219,20 @@ class LayerSet(Protocol):
 
     # -- an adapter's own mixers -------------------------------------------------------------------------
 
-    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+    def cache(
+        self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel, *, capturable: bool = True
+    ) -> nn.Module:
         """A cache of the calling module's own, and the kernel that uses it; see `mrv2.layers.custom`.
 
         Call: `layer(ctx, *inputs, out=tensor) -> out`, inputs and `out` [num_tokens, ...]. A module may have
         several. A model class with a `PerRequest` cache says so: `recurrent = True`.
+
+        Args:
+            name: of the cache.
+            spec: its tensors.
+            kernel: reads and writes them.
+            capturable: whether a CUDA graph may hold the kernel's launches. False: it computes on the host what
+                changes from step to step, and the model's steps run eagerly.
         """
         ...
 

@@ -91,6 +91,12 @@ class NativeContext:
         """This attention layer's cache, and this step's metadata of its group."""
         return cast(Tensor, self._caches[layer]), self._attn[self._group_of[layer]]
 
+    @property
+    def num_real(self) -> Tensor:
+        """[1] int32 on the device: tokens of requests. Those behind them, if there are more, are padding."""
+        meta: CacheMeta = next(iter(self._attn.values()))
+        return meta.query_start_loc[-1:]
+
     def angles(self, table: RotaryTable, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Rotary angles of this step's tokens, computed once per table."""
         key = (id(table), id(positions), dtype)

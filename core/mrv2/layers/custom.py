@@ -61,10 +61,11 @@ class CacheKernel(Protocol):
 class CacheHandle(nn.Module):
     """What `LayerSet.cache` returns: finds the cache of this step and hands it to the kernel."""
 
-    def __init__(self, name: str, kernel: CacheKernel) -> None:
+    def __init__(self, name: str, kernel: CacheKernel, *, capturable: bool) -> None:
         super().__init__()
         self.name = name  # full: caches go by it
         self.kernel = kernel
+        self.capturable = capturable
 
     def forward(self, ctx: NativeContext, *inputs: Tensor, out: Tensor) -> Tensor:
         """Run the kernel on this step's `inputs`; returns `out`."""

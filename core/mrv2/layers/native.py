@@ -18,6 +18,7 @@ from mrv2.layers.custom import CacheHandle, CacheKernel
 from mrv2.layers.fused import GatedMLP, SelfAttention
 from mrv2.layers.huge_pages import move_to_huge_pages
 from mrv2.layers.linear import Linear, LMHead, PackedLinear, make_parameter, pack_linears
+from mrv2.layers.moe import Experts, MoE, Router
 from mrv2.layers.rope_config import RopeSpec
 from mrv2.layers.rotary import Rotary, RotaryTable
 from mrv2.layers.small import Attention, Embedding, RMSNorm, check_activation
@@ -189,6 +190,27 @@ class NativeLayers(LayerSet):
         )
         return self._add(name, layer)
 
+    def moe(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        norm_eps: float,
+        renormalize: bool = True,
+        act: str = "silu",
+    ) -> nn.Module:
+        """See `LayerSet.moe`."""
+        inner = self.scope(name)
+        layer = MoE(
+            norm=inner._norm("norm", hidden_size, norm_eps),
+            gate=inner._router("gate", hidden_size, num_experts, top_k, renormalize),
+            experts=inner._experts("experts", hidden_size, intermediate_size, num_experts, act),
+        )
+        return self._add(name, layer)
+
     # -- small layers ----------------------------------------------------------------------------------
 
     def norm(self, name: str, size: int, *, eps: float) -> nn.Module:
@@ -202,6 +224,18 @@ class NativeLayers(LayerSet):
     def down(self, name: str, in_size: int, hidden_size: int, *, bias: bool = False) -> nn.Module:
         """See `LayerSet.down`."""
         return self._down(name, in_size, hidden_size, bias)
+
+    def router(
+        self, name: str, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True
+    ) -> nn.Module:
+        """See `LayerSet.router`."""
+        return self._router(name, hidden_size, num_experts, top_k, renormalize)
+
+    def experts(
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+    ) -> nn.Module:
+        """See `LayerSet.experts`."""
+        return self._experts(name, hidden_size, intermediate_size, num_experts, act)
 
     def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
         """See `LayerSet.rotary`."""
@@ -241,7 +275,9 @@ class NativeLayers(LayerSet):
 
     # -- an adapter's own mixers -------------------------------------------------------------------------
 
-    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+    def cache(
+        self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel, *, capturable: bool = True
+    ) -> nn.Module:
         """See `LayerSet.cache`. There is one rank, so entries have their global shapes."""
         full = self._prefix + name
         if full in self._built.caches:
@@ -254,7 +290,7 @@ class NativeLayers(LayerSet):
             if tensor.shard is not None and not 0 <= tensor.shard < len(tensor.shape):
                 raise self._argument(name, f"divides axis {tensor.shard} of {key}, shape {list(tensor.shape)}")
         self._built.caches[full] = spec
-        return self._add(name, CacheHandle(full, kernel))
+        return self._add(name, CacheHandle(full, kernel, capturable=capturable))
 
     # -- the same, typed -------------------------------------------------------------------------------
 
@@ -266,6 +302,15 @@ class NativeLayers(LayerSet):
 
     def _down(self, name: str, in_size: int, out_size: int, bias: bool) -> Linear:
         return self._add(name, Linear(in_size, out_size, bias=bias))
+
+    def _router(self, name: str, hidden_size: int, num_experts: int, top_k: int, renormalize: bool) -> Router:
+        if not 1 <= top_k <= num_experts:
+            raise self._argument(name, f"sends each token to {top_k} of {num_experts} experts")
+        return self._add(name, Router(hidden_size, num_experts=num_experts, top_k=top_k, renormalize=renormalize))
+
+    def _experts(self, name: str, hidden_size: int, intermediate_size: int, num_experts: int, act: str) -> Experts:
+        act = check_activation(act, where=self._prefix + name)
+        return self._add(name, Experts(hidden_size, intermediate_size, num_experts=num_experts, act=act))
 
     def _rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> Rotary:
         spec = RopeSpec.parse(rope, head_dim=head_dim, max_position=max_position, where=self._prefix + name)

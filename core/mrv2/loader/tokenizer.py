@@ -22,6 +22,9 @@ TOKENIZER_FILES = (
 )
 """A folder with none of these has no tokenizer; with one that can't be read, it has a broken one."""
 
+SMALL_BATCH = 8
+"""Texts that aren't worth the library's thread pool, which a process that forks is warned of ever after."""
+
 Message = Mapping[str, Any]
 """One turn of a chat, `{"role": ..., "content": ...}`."""
 
@@ -40,6 +43,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
+        ...
+
+    def decode_batch(self, batch: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """What `decode` gives for each, at once."""
         ...
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
@@ -92,6 +99,9 @@ class FolderTokenizer:
                 where=str(folder),
                 fix="get the tokenizer's files again, or let an adapter bring a tokenizer (mrv2_tokenizer)",
             ) from e
+        self._plain_decode = bool(getattr(self.hf, "is_fast", False)) and all(
+            _home(type(self.hf), name).startswith("transformers.tokenization_utils") for name in ("decode", "_decode")
+        )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -104,10 +114,19 @@ class FolderTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Spaces aren't cleaned up, so that the text of a prefix is a prefix of the text."""
-        text: str = self.hf.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        decode = self.hf.backend_tokenizer.decode if self._plain_decode else self._slow_decode
+        text: str = decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def _slow_decode(self, ids: list[int], *, skip_special_tokens: bool) -> Any:
+        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def decode_batch(self, batch: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """What `decode` gives for each. Where it can, outside of Python, and so of the interpreter's lock."""
+        if not self._plain_decode or len(batch) <= SMALL_BATCH:
+            return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
+        texts: list[str] = self.hf.backend_tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+        return texts
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a chat.
@@ -166,6 +185,10 @@ class AdapterTokenizer:
         text: str = self.inner.decode(list(ids), **keywords)
         return text
 
+    def decode_batch(self, batch: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """What `decode` gives for each."""
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
+
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """The adapter's template.
 
@@ -176,6 +199,11 @@ class AdapterTokenizer:
         if template is None:
             raise _no_template(f"{type(self.inner).__module__}.{type(self.inner).__qualname__}")
         return list(template(messages, add_generation_prompt=add_generation_prompt))
+
+
+def _home(kind: type, method: str) -> str:
+    """The module of the class that `kind` has `method` from."""
+    return next((base.__module__ for base in kind.__mro__ if method in vars(base)), "")
 
 
 def _takes(function: Any, keyword: str) -> bool:

@@ -225,9 +225,10 @@ class _Audit:
 
     def finish(self, where: str, *, fix: str) -> None:
         """Add what only the whole shows, and raise if anything is wrong."""
-        for name, slot in self.slots.items():
-            if slot.required and name not in self.seen:
-                self.problem("missing", name + self._hint(name))
+        missing = [name for name, slot in self.slots.items() if slot.required and name not in self.seen]
+        spellings = self._spellings() if missing else {}
+        for name in missing:
+            self.problem("missing", name + _hint(name, spellings))
         for text in self._layer_counts():
             self.problem("layers", text)
         if self.problems:
@@ -242,16 +243,9 @@ class _Audit:
             num_bytes=self.num_bytes,
         )
 
-    def _hint(self, name: str) -> str:
-        """How the checkpoint spells the same tensor of another layer, where our name isn't the checkpoint's."""
-        number = _LAYER.search(name)
-        if number is None:
-            return ""
-        for other, origin in self.seen.items():
-            same_place = _LAYER.sub(".#.", other, count=1) == _LAYER.sub(".#.", name, count=1)
-            if same_place and other != origin:
-                return f" (checkpoint: {_LAYER.sub(number.group(), origin, count=1)})"
-        return ""
+    def _spellings(self) -> dict[str, str]:
+        """The checkpoint's names by ours with the layer left open, where the two differ."""
+        return {_LAYER.sub(".#.", ours, count=1): origin for ours, origin in self.seen.items() if ours != origin}
 
     def _layer_counts(self) -> Iterator[str]:
         ours, theirs = _stacks(self.slots), _stacks(self.names)
@@ -264,6 +258,14 @@ class _Audit:
 
 
 _LAYER = re.compile(r"\.\d+\.")
+
+
+def _hint(name: str, spellings: dict[str, str]) -> str:
+    """How the checkpoint spells the same tensor of another layer, where our name isn't the checkpoint's."""
+    number, origin = _LAYER.search(name), spellings.get(_LAYER.sub(".#.", name, count=1))
+    if number is None or origin is None:
+        return ""
+    return f" (checkpoint: {_LAYER.sub(number.group(), origin, count=1)})"
 
 
 def _stacks(names: Iterable[str]) -> dict[str, set[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mrv2.api import RequestData
 from mrv2.errors import RequestError
+from mrv2.model_state.graphs import CaptureContext, GraphPlan, GraphSupport
 from mrv2.state.view import AttnMetadata, Limits, StepView
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModelState(ABC):
-    """One instance per loaded model. `row` is a request's stable table index; `i` a position in one batch.
+    """One instance per runner of a loaded model. `row` is a request's stable table index; `i` a position in one batch.
 
     Order within a step: `remove_request`, `add_request`, `stage_step`, `apply_staged_writes` (host), then
     `before_forward`, `prepare_attn`, `get_mm_embeddings`, `prepare_inputs`, the forward, sampling,
@@ -93,6 +94,19 @@ class ModelState(ABC):
 
     def after_sample(self, view: StepView, num_sampled: Tensor) -> None:  # noqa: B027
         """Device work after write-back. `num_sampled` [num_reqs] int32: tokens each request gained."""
+
+    # -- graphs ------------------------------------------------------------------------------------------
+
+    def graph_support(self) -> GraphSupport:
+        """Which steps may be captured. The default trusts that the device side keeps its rules (P2)."""
+        return GraphSupport.ALWAYS
+
+    def graph_plan(self, default: GraphPlan) -> GraphPlan:
+        """The sizes to capture: the runner's choice, or part of it. Steps of sizes left out run eagerly."""
+        return default
+
+    def capture_inner(self, ctx: CaptureContext) -> None:  # noqa: B027
+        """Capture graphs of one's own (of an encoder, for one); called once, before the runner captures steps."""
 
     # -- once --------------------------------------------------------------------------------------------
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
-from mrv2.runner.outputs import StepOutput
+from mrv2.runner.outputs import Pending, StepOutput
 from mrv2.runner.request import FinishReason, Request
 from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler, StepEvents
 from mrv2.runner.sync import SyncRunner
 from mrv2.state.plan import StepPlan
-
-
-class _Pending(Protocol):
-    def wait(self) -> StepOutput: ...
 
 
 class _Ready:
@@ -42,7 +37,7 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._depth = depth
-        self._in_flight: deque[tuple[StepPlan, _Pending]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -71,7 +66,12 @@ class Engine:
         plan, pending = self._in_flight.popleft()
         return self.scheduler.update(plan, pending.wait())
 
-    def _launch(self, plan: StepPlan) -> _Pending:
+    def use_idle_time(self) -> bool:
+        """Do a bit of what will be needed later, such as capturing a graph; False: there is nothing of the kind."""
+        graphs = self._runner.graphs if isinstance(self._runner, Runner) else None
+        return graphs is not None and graphs.capture_next()
+
+    def _launch(self, plan: StepPlan) -> Pending:
         if isinstance(self._runner, SyncRunner):
             return _Ready(self._runner.step(plan))
         return self._runner.finish(self._runner.begin(plan))

@@ -13,7 +13,7 @@ from mrv2.layers.one_token import one_token_for
 from mrv2.model_state.base import ModelState
 from mrv2.state.block_copies import BlockCopier
 from mrv2.state.plan import BlockCopies
-from mrv2.state.view import StepView
+from mrv2.state.view import AttnMetadata, StepView
 
 
 class ForwardPass:
@@ -50,10 +50,14 @@ class ForwardPass:
         """Do the plan's copies between blocks; the first thing in a step that touches the cache."""
         self._copier.run(copies)
 
+    def metadata(self, view: StepView) -> AttnMetadata:
+        """Attention metadata of the step."""
+        return self.state.prepare_attn(view)
+
     def hidden(self, view: StepView) -> Tensor:
         """Run the model; [num_tokens, hidden]."""
         self.state.before_forward(view)
-        metadata = self.state.prepare_attn(view)
+        metadata = self.metadata(view)
         inputs = self.state.prepare_inputs(view)
         ctx = NativeContext(
             attn=metadata,

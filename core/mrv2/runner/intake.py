@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Intake:
         self._limits = limits
         self._check_options = check_options
         self._random = random.Random(seed)
+        self._numbers = itertools.count()
 
     def request(
         self, req_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, watched: bool = False
@@ -78,6 +80,7 @@ class Intake:
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else limits.eos_token_ids)
         return Request(
             req_id=req_id,
+            number=next(self._numbers),
             prompt_np=prompt_np,
             tokens_np=prompt_np,
             sampling=sampling,

@@ -42,7 +42,9 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def choose_num_blocks(block_bytes: int, *, wanted_blocks: int, kv_memory: int | None, device: torch.device) -> int:
+def choose_num_blocks(
+    block_bytes: int, *, wanted_blocks: int, kv_memory: int | None, device: torch.device, step_memory: int = 0
+) -> int:
     """Blocks to allocate, the scratch block included.
 
     Args:
@@ -50,18 +52,20 @@ def choose_num_blocks(block_bytes: int, *, wanted_blocks: int, kv_memory: int | 
         wanted_blocks: more than this could never be used.
         kv_memory: bytes the caller grants; None: a share of what is free now.
         device: where the cache will live.
+        step_memory: bytes of that share that steps need themselves.
 
     Raises:
         CacheTooSmallError: there is room for the scratch block only.
     """
     share = 0.9 if device.type == "cuda" else 0.4
-    budget = int(free_memory(device) * share) if kv_memory is None else kv_memory
+    budget = max(0, int(free_memory(device) * share) - step_memory) if kv_memory is None else kv_memory
     blocks = min(budget // block_bytes, wanted_blocks)
     if blocks < 2:
         raise CacheTooSmallError(
             f"{budget} bytes hold {blocks} blocks of {block_bytes} bytes; at least 2 are needed (one is scratch)",
-            where="kv_memory" if kv_memory is not None else f"free memory on {device}",
-            fix=f"give at least {2 * block_bytes} bytes with kv_memory / --kv-memory",
+            where=f"free memory on {device}" if kv_memory is None else "kv_memory",
+            fix=f"give at least {2 * block_bytes} bytes with kv_memory / --kv-memory"
+            + (", or lower max_num_tokens or max_num_seqs" if step_memory else ""),
         )
     return blocks
 

@@ -27,6 +27,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context, or the whole KV cache is used up
     ABORT = "abort"  # cancelled by the caller
+    TIMEOUT = "timeout"  # the caller's deadline has passed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +35,7 @@ class Request:
     """Mutable, owned by the scheduler. Per-token facts of a running request live in the row's columns."""
 
     req_id: str
+    number: int  # the same as a number, for columns
     prompt_np: NDArray[np.int32]  # [prompt_len]
     sampling: SamplingParams
     seed: int
@@ -48,6 +50,7 @@ class Request:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prefix-cache hit at first admission
     num_preemptions: int = 0
+    deadline: float | None = None  # seconds, of `time.monotonic`
     arrived: float = field(default_factory=time.monotonic)  # seconds
     first_token: float | None = None  # seconds
     ended: float | None = None  # seconds

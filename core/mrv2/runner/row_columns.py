@@ -20,7 +20,7 @@ class RowColumns:
         self._stop_width = 1  # most stop ids that any request had: the rest of the column is -1 everywhere
         self.in_flight_np = np.zeros(max_rows, np.int32)  # steps whose output has not come back
         self.open_np = np.zeros(max_rows, bool)  # output tokens still belong to the request
-        self.watched_np = np.zeros(max_rows, bool)
+        self.watched_np = np.full(max_rows, -1, np.int64)  # the number of a watched request
 
     prompt_len_np: NDArray[np.int32]
     prefill_len_np: NDArray[np.int32]  # prompt, and what was generated before a preemption
@@ -43,7 +43,7 @@ class RowColumns:
         self.len_limit_np[row] = request.len_limit
         self.in_flight_np[row] = 0
         self.open_np[row] = True
-        self.watched_np[row] = request.watched
+        self.watched_np[row] = request.number if request.watched else -1
 
     def known_tokens(self, row: int) -> NDArray[np.int32]:
         """A copy of the row's confirmed tokens, [known]."""

@@ -3,22 +3,30 @@
 `begin` brings the plan to the device and runs the model; `finish` samples, writes back and starts the copy
 to the host. Between the two, and until the output is read, the next step may be planned and begun: its
 input ids and lengths come from the device's own columns.
+
+With graphs, `begin` replays a step's decodes, up to their tokens on the host; what has more than one token per request
+follows as a forward of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mrv2.attn.groups import KVGroup
+from mrv2.kernels.report_sampled import report_sampled
 from mrv2.kernels.update_after_sample import update_after_sample
+from mrv2.model_state.graphs import GraphPlan
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.outputs import CopyStream, PendingOutput
+from mrv2.runner.graphs import Captured, GraphKey, Recorder, StepGraphs
+from mrv2.runner.outputs import CopyStream, JoinedOutput, OutputRing, Pending, PendingOutput
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS
 from mrv2.sample.sampler import Sampler, SamplerOutput
 from mrv2.sample.states import SamplerNeeds, SamplingStates
+from mrv2.sample.tiers import FEW_RANKS, GREEDY, RANDOM, tier_of
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.input_buffers import InputBuffers
 from mrv2.state.plan import StepPlan
@@ -28,12 +36,13 @@ from mrv2.state.view import StepView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A step whose forward has been launched."""
+    """A step, or the rest of one, whose forward has been launched."""
 
     plan: StepPlan
     view: StepView
     hidden: Tensor  # [num_tokens, hidden]
     needs: SamplerNeeds
+    decodes: Pending | None = None  # what ran before, to its end; not part of `plan`
 
 
 class Runner:
@@ -54,12 +63,36 @@ class Runner:
         self._sampling = SamplingStates(limits)
         default = Sampler(self._sampling)
         self._sampler = self._state.custom_sampler(default)
-        self._may_skip_logits = self._sampler is default
+        self._own_sampler = self._sampler is default
+        self._ones = torch.ones(limits.max_rows, dtype=torch.int32, device=limits.device)
         self._copies = CopyStream(limits.device)
+        self._ring = OutputRing(limits)
+        self.graphs: StepGraphs | None = None
+
+    def use_graphs(self, plan: GraphPlan, recorder: Recorder) -> StepGraphs:
+        """Replay decodes from now on. Nothing is captured yet."""
+        self.graphs = StepGraphs(plan, body=self._launch, dry_run=self._launch_padding, recorder=recorder)
+        return self.graphs
+
+    def capture_common(self) -> None:
+        """Capture what most steps will be, and let the model capture what it wants."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self._state.capture_inner(self.graphs)
+            self.graphs.capture_common((GREEDY, RANDOM) if self._own_sampler else (None,))
+
+    def rehearse_graphs(self) -> None:
+        """Run the largest steps that would be captured, for what they compile and allocate."""
+        if self.graphs is not None:
+            self.graphs.rehearse((FEW_RANKS, RANDOM, GREEDY) if self._own_sampler else (None,))
 
     @torch.inference_mode()
-    def begin(self, plan: StepPlan) -> PendingStep:
-        """Stage what changed, flush it in one go, prepare inputs on the device, run the model."""
+    def begin(self, plan: StepPlan) -> PendingStep | Pending:
+        """Stage what changed, flush it in one go, prepare inputs on the device, run the model.
+
+        Returns:
+            What `finish` takes: the step, or its result if graphs have done it all.
+        """
         for row, req_id in plan.removed:
             self._requests.remove_request(row, req_id)
             self._state.remove_request(row, req_id)
@@ -76,22 +109,60 @@ class Runner:
         self._state.apply_staged_writes()
 
         self._forward.copy_blocks(plan.copies)
-        view = self._buffers.prepare(plan, self._requests, self._tables)
-        hidden = self._forward.hidden(view)
-        return PendingStep(plan=plan, view=view, hidden=hidden, needs=self._sampling.needs(plan.rows_np))
+        needs = self._sampling.needs(plan.rows_np)
+        if self.graphs is None or not plan.num_decodes:
+            return self._begin(plan, needs)
+        if plan.num_decodes == plan.num_reqs:
+            return self._replay(self.graphs, plan, needs) or self._begin(plan, needs)
+        decodes, rest = plan.part(0, plan.num_decodes), plan.part(plan.num_decodes, plan.num_reqs)
+        done = self._replay(self.graphs, decodes, self._needs_of(decodes, needs))
+        if done is None:
+            return self._begin(plan, needs)
+        return replace(self._begin(rest, self._needs_of(rest, needs)), decodes=done)
 
     @torch.inference_mode()
-    def finish(self, step: PendingStep) -> PendingOutput:
+    def finish(self, step: PendingStep | Pending) -> Pending:
         """Sample, write back to the request table, and start the copy to the host."""
-        view, requests = step.view, self._requests
-        sampled = self._sample(step)
-        tokens = sampled.token_ids[:, None]
+        if not isinstance(step, PendingStep):
+            return step
+        output = self._finish(step)
+        return output if step.decodes is None else JoinedOutput(step.decodes, output)
+
+    # -- launched one by one -----------------------------------------------------------------------------
+
+    def _begin(self, plan: StepPlan, needs: SamplerNeeds) -> PendingStep:
+        view = self._prepare(plan)
+        return PendingStep(plan=plan, view=view, hidden=self._forward.hidden(view), needs=needs)
+
+    def _prepare(self, plan: StepPlan) -> StepView:
+        return self._buffers.prepare(plan, self._requests, self._tables)
+
+    def _finish(self, step: PendingStep) -> PendingOutput:
+        sampled = self._sample(step.hidden, step.view, step.needs)
+        tokens, num_sampled = self._write_back(step.view, sampled)
+        return PendingOutput(
+            step.plan, tokens=tokens, num_sampled=num_sampled, logprobs=sampled.logprobs, stream=self._copies
+        )
+
+    def _sample(self, hidden: Tensor, view: StepView, needs: SamplerNeeds) -> SamplerOutput:
+        if self._own_sampler and needs.only_argmax:
+            token_ids = self._forward.greedy(hidden, view)
+            if token_ids is not None:
+                return SamplerOutput(token_ids, None)
+        logits = self._forward.logits(hidden, view)
+        # The token after the last computed one: its position is the length after this step.
+        output: SamplerOutput = self._sampler(logits, view.rows, view.seq_lens.long(), needs)
+        return output
+
+    def _write_back(self, view: StepView, sampled: SamplerOutput) -> tuple[Tensor, Tensor]:
+        """The tokens, [num_reqs, 1] int64, and how many of them each request has gained, [num_reqs] int32."""
+        requests, tokens = self._requests, sampled.token_ids[:, None]
         num_sampled = torch.empty_like(view.rows)
         update_after_sample(
             rows=view.rows,
             seq_lens=view.seq_lens,
             sampled=tokens,
-            num_candidates=torch.ones_like(view.rows),
+            num_candidates=self._ones[: view.num_reqs],
             all_token_ids=requests.table.all_token_ids,
             total_len=requests.table.total_len,
             num_computed=requests.table.num_computed,
@@ -100,18 +171,42 @@ class Runner:
             stop_token_ids=requests.stop_token_ids,
             num_sampled=num_sampled,
         )
-        output = PendingOutput(
-            step.plan.step_id, tokens=tokens, num_sampled=num_sampled, logprobs=sampled.logprobs, stream=self._copies
-        )
         self._state.after_sample(view, num_sampled)
-        return output
+        return tokens, num_sampled
 
-    def _sample(self, step: PendingStep) -> SamplerOutput:
-        if self._may_skip_logits and step.needs.only_argmax:
-            token_ids = self._forward.greedy(step.hidden, step.view)
-            if token_ids is not None:
-                return SamplerOutput(token_ids, None)
-        logits = self._forward.logits(step.hidden, step.view)
-        # The token after the last computed one: its position is the length after this step.
-        output: SamplerOutput = self._sampler(logits, step.view.rows, step.view.seq_lens.long(), step.needs)
-        return output
+    # -- replayed ----------------------------------------------------------------------------------------
+
+    def _needs_of(self, part: StepPlan, whole: SamplerNeeds) -> SamplerNeeds:
+        """Of both parts of a step as many log-probabilities, so that their outputs can be joined."""
+        return replace(self._sampling.needs(part.rows_np), num_logprobs=whole.num_logprobs)
+
+    def _replay(self, graphs: StepGraphs, plan: StepPlan, needs: SamplerNeeds) -> Pending | None:
+        """Run decodes to their end. None: nothing has been launched, they have to run eagerly."""
+        tier = tier_of(needs) if self._own_sampler else None
+        replay: Callable[[], Captured | None] | None = graphs.find(plan.num_reqs, plan.max_seq_len, tier)
+        if replay is None:
+            return None
+        slot = self._ring.next_slot()
+        self._buffers.send(plan, slot)
+        left = replay()
+        if left is None:
+            return self._ring.begun(plan, slot)
+        return self._finish(PendingStep(plan=plan, view=left.view, hidden=left.hidden, needs=needs))
+
+    @torch.inference_mode()
+    def _launch(self, key: GraphKey) -> Captured | None:
+        """All that a graph holds. What is computed on the host here is the same in each of its steps."""
+        sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_reqs, "max_seq_len": key.max_seq_len}
+        self._buffers.gather(self._buffers.batch, self._requests, self._tables, **sizes)
+        view = self._buffers.view(self._requests, **sizes, num_decodes=key.num_reqs, max_query_len=1)
+        hidden = self._forward.hidden(view)
+        if key.sampler is None:
+            return Captured(view, hidden)
+        tokens, num_sampled = self._write_back(view, self._sample(hidden, view, key.sampler))
+        report_sampled(sampled=tokens, num_sampled=num_sampled, slot=self._buffers.note, out=self._ring.slots)
+        return None
+
+    @torch.inference_mode()
+    def _launch_padding(self, key: GraphKey) -> None:
+        self._buffers.send(None, -1)
+        self._launch(key)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mrv2.api import RequestData
 from mrv2.runner.kv_cache import KVCacheManager, extend_hashes
-from mrv2.runner.outputs import StepOutput
+from mrv2.runner.outputs import LogprobsOutput, StepOutput
 from mrv2.runner.request import FinishReason, Request, Status
 from mrv2.runner.row_columns import RowColumns
 from mrv2.state.plan import StepPlan
@@ -29,9 +29,10 @@ Rows = NDArray[np.int32]
 class StepEvents:
     """What an output changed, for the front end. Only watched requests appear before their end."""
 
-    watched: tuple[tuple[Request, int, int], ...]  # (request, batch position, number of new tokens)
+    numbers_np: NDArray[np.int64]  # [num_tokens], of the watched request that each token belongs to
+    tokens_np: NDArray[np.int64]  # [num_tokens], a request's in their order
+    logprobs: LogprobsOutput | None  # [num_tokens, ...]
     ended: tuple[Request, ...]
-    output: StepOutput
 
 
 @dataclass(slots=True)
@@ -350,9 +351,9 @@ class Scheduler:
         for row in rows_np[prefilling_np].tolist():
             if columns.open_np[row]:
                 self.kv.commit(row, self._request_at(row).hashes, int(columns.computed_np[row]))
-        watched = tuple(
-            (self._request_at(int(rows_np[i])), int(i), int(gained_np[i]))
-            for i in np.nonzero(columns.watched_np[rows_np] & (gained_np > 0))[0]
+        numbers_np = columns.watched_np[rows_np]
+        at_np, of_np = np.nonzero(
+            (numbers_np >= 0)[:, None] & (np.arange(output.tokens_np.shape[1]) < gained_np[:, None])
         )
         ended = tuple(self._request_at(row) for row in ended_np.tolist())
         for request in ended:
@@ -364,7 +365,12 @@ class Scheduler:
             self._release(row)
         alive_np = rows_np[columns.open_np[rows_np]]
         self.kv.trim_windows(alive_np, columns.computed_np[alive_np])
-        return StepEvents(watched=watched, ended=ended, output=output)
+        return StepEvents(
+            numbers_np=numbers_np[at_np],
+            tokens_np=output.tokens_np[at_np, of_np],
+            logprobs=None if output.logprobs is None else output.logprobs.select(at_np),
+            ended=ended,
+        )
 
     def _take_tokens(self, rows_np: Rows, output: StepOutput, gained_np: Rows) -> Rows:
         """Append the new tokens; return the rows that are at their end."""

@@ -51,12 +51,13 @@ class StateSlots:
 
     def open(self, row: int, checkpoints: Sequence[int]) -> None:
         """Give `row` its slots, starting from a hit's checkpoints, one per group, or from nothing."""
+        # Held first: a checkpoint that nobody uses is free, and might else be handed out as another's target.
+        self._pool.share(checkpoints)
+        self._held += checkpoints
         slots = self._pool.allocate(len(self))
         self.slots_np[:, row] = slots
         self._opened.append(row)
         self._copies += zip(checkpoints, slots, strict=bool(checkpoints))
-        self._pool.share(checkpoints)
-        self._held += checkpoints
 
     def release(self, row: int) -> None:
         """Give back the slots of `row`, and its checkpoints that were never confirmed."""

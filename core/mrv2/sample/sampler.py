@@ -6,16 +6,20 @@ row by row, and ties always go to the lowest token id.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mrv2.kernels.sample_gumbel import sample_gumbel
+from mrv2.kernels.sample_ranked import sample_ranked
 from mrv2.sample.states import SamplerNeeds, SamplingStates
 
 DRAW_STREAM = 0
 """Noise stream of the target model's draws; drafting, acceptance and recovery have their own."""
+
+MAX_SELECTED = 1024
+"""Ranks up to which selecting them is taken to be quicker than sorting the vocabulary."""
 
 
 class Logprobs(NamedTuple):
@@ -52,32 +56,32 @@ class Sampler:
             positions: [num_reqs] int64, the position that each new token will have.
             needs: what the batch asks for.
         """
-        at = rows.clamp(min=0).long()
-        scores = self._filtered(logits, at, needs) if needs.random else logits
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        sample_gumbel(
-            logits=scores,
-            rows=rows,
-            seeds=self.states.seed,
-            temperature=self.states.temperature,
-            positions=positions,
-            stream=DRAW_STREAM,
-            out=token_ids,
-        )
+        draw: dict[str, Any] = {
+            "rows": rows,
+            "seeds": self.states.seed,
+            "temperature": self.states.temperature,
+            "positions": positions,
+            "stream": DRAW_STREAM,
+            "out": token_ids,
+        }
+        scores = self._scaled(logits, rows.clamp(min=0).long(), needs) if needs.random else logits
+        if needs.top_k or needs.top_p:
+            ranked, ids = rank(scores, needs.num_ranks)
+            sample_ranked(ranked=ranked, ids=ids, top_k=self.states.top_k, top_p=self.states.top_p, **draw)
+        else:
+            sample_gumbel(logits=scores, **draw)
         if needs.num_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, top_logprobs(logits, token_ids, needs.num_logprobs))
 
-    def _filtered(self, logits: Tensor, at: Tensor, needs: SamplerNeeds) -> Tensor:
+    def _scaled(self, logits: Tensor, at: Tensor, needs: SamplerNeeds) -> Tensor:
+        """Logits over the temperature, those that min-p drops at -inf."""
         temperature = self.states.temperature[at]
         scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         if needs.min_p or needs.top_k or needs.top_p:  # NaN would rank first and take every place
             scores = scores.masked_fill_(scores.isnan(), float("-inf"))
-        if needs.min_p:
-            scores = apply_min_p(scores, self.states.min_p[at])
-        if needs.top_k or needs.top_p:
-            scores = apply_top_k_top_p(scores, self.states.top_k[at], self.states.top_p[at])
-        return scores
+        return apply_min_p(scores, self.states.min_p[at]) if needs.min_p else scores
 
 
 def apply_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
@@ -93,25 +97,20 @@ def apply_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
     return scores.masked_fill(scores < floor, float("-inf"))
 
 
-def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the k most likely tokens, then the smallest set of those whose mass reaches p (Holtzman et al., 2020).
-
-    Tokens are ranked by score, equal ones by id. The most likely token always stays.
+def rank(scores: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The highest scores and their token ids, highest first, equal ones by id.
 
     Args:
-        scores: [num_reqs, vocab] float32.
-        top_k: [num_reqs] int32; 0 keeps all.
-        top_p: [num_reqs] float32; 1 keeps all.
+        scores: [num_reqs, vocab] float32; no NaN.
+        num_ranks: how many are needed; 0: all.
+
+    Returns:
+        [num_reqs, n] float32 and [num_reqs, n] int64, n being `num_ranks`, or the vocabulary's size.
     """
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    k = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
-    ranked = ranked.masked_fill(rank >= k, float("-inf"))
-    mass = ranked.softmax(-1)
-    before = mass.cumsum(-1) - mass
-    # Rounding can leave `before` short of 1 at the far end or NaN in a row without a finite score; rank 0 stays.
-    keep = (rank < k) & ((before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0))
-    return scores.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))
+    if 0 < num_ranks <= min(MAX_SELECTED, scores.shape[-1]):
+        ids = top_ids(scores, num_ranks)
+        return scores.gather(-1, ids), ids
+    return torch.sort(scores, dim=-1, descending=True, stable=True)
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> Logprobs:

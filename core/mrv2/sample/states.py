@@ -23,6 +23,7 @@ class SamplerNeeds:
     min_p: bool
     top_k: bool
     top_p: bool
+    num_ranks: int  # how many of the most likely tokens top-k leaves at most; 0: all, for some request
     num_logprobs: int | None  # most that any request asked for; None: nobody did
 
     @property
@@ -64,12 +65,18 @@ class SamplingStates:
     def needs(self, rows_np: NDArray[np.int32]) -> SamplerNeeds:
         """What the batch of `rows_np` needs."""
         logprobs = int(self._logprobs_np[rows_np].max(initial=-1))
+        num_logprobs = None if logprobs < 0 else logprobs
+        drawn_np = rows_np[self._temperature.np[rows_np] > 0]
+        if not len(drawn_np):
+            return SamplerNeeds(False, False, False, False, 0, num_logprobs)
+        top_k_np = self._top_k.np[drawn_np]
         return SamplerNeeds(
-            random=bool((self._temperature.np[rows_np] > 0).any()),
-            min_p=bool((self._min_p.np[rows_np] > 0).any()),
-            top_k=bool((self._top_k.np[rows_np] > 0).any()),
-            top_p=bool((self._top_p.np[rows_np] < 1).any()),
-            num_logprobs=None if logprobs < 0 else logprobs,
+            random=True,
+            min_p=bool((self._min_p.np[drawn_np] > 0).any()),
+            top_k=bool(top_k_np.any()),
+            top_p=bool((self._top_p.np[drawn_np] < 1).any()),
+            num_ranks=int(top_k_np.max()) if top_k_np.all() else 0,
+            num_logprobs=num_logprobs,
         )
 
     @property

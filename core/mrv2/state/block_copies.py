@@ -23,7 +23,7 @@ class BlockCopier:
 
     def __init__(self, pages: Sequence[Tensor], device: torch.device) -> None:
         # In the widest elements that fit: a byte each would waste bandwidth.
-        self._pages = [page.view(_widest(page.shape[1])) for page in pages]
+        self._pages = [page.view(widest_integer(page.shape[1])) for page in pages]
         self._ring = StagingRing(1024, device)
         self._received = torch.zeros(1024, dtype=torch.uint8, device=device)
 
@@ -44,8 +44,6 @@ class BlockCopier:
             copy_blocks(pages=pages, sources=sources, targets=targets)
 
 
-def _widest(num_bytes: int) -> torch.dtype:
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if num_bytes % dtype.itemsize == 0:
-            return dtype
-    return torch.uint8
+def widest_integer(num_bytes: int) -> torch.dtype:
+    """The integers in which `num_bytes` are fewest."""
+    return next(d for d in (torch.int64, torch.int32, torch.int16, torch.int8) if num_bytes % d.itemsize == 0)

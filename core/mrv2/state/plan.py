@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,3 +58,18 @@ class StepPlan:
     def num_reqs(self) -> int:
         """Requests in this step."""
         return len(self.rows_np)
+
+    def part(self, start: int, stop: int) -> StepPlan:
+        """Requests [start, stop), to be run by themselves: without what is staged, which is the whole step's."""
+        takes_np = self.query_lens_np[start:stop]
+        return replace(
+            self,
+            removed=(),
+            added=(),
+            copies=_no_copies(),
+            rows_np=self.rows_np[start:stop],
+            query_lens_np=takes_np,
+            num_decodes=min(max(self.num_decodes - start, 0), len(takes_np)),
+            num_tokens=int(takes_np.sum()),
+            max_query_len=int(takes_np.max()),
+        )

@@ -1,4 +1,4 @@
-"""Host buffers from which copies to the device start."""
+"""Host buffers that the device copies from, or reads in place."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Event(Protocol):
 class _Buffer:
     tensor: Tensor  # [nbytes] uint8, on the host
     bytes_np: NDArray[np.uint8]  # the same memory
-    event: Event | None  # passed once the last copy from this buffer has been done
+    event: Event | None  # passed once the last reader of this buffer is done
 
 
 class StagingRing:
     """Buffers used in turn: the host fills one while the device may still read the others.
 
-    A buffer is handed out again only after the last copy from it has been done. With as many buffers as
-    steps in flight, plus one, that never waits. On the CPU a copy is done when it returns.
+    A buffer is handed out again only after the device has done what was launched to read it. With as many buffers
+    as steps in flight, plus one, that never waits. On the CPU a copy is done when it returns.
 
     Args:
         nbytes: size of each buffer; one that proves too small is replaced, by powers of two.
         device: where copies go; buffers are pinned for CUDA.
         depth: number of buffers.
-        make_event: makes the event that follows a buffer's last copy; default: a CUDA event, or none.
+        make_event: makes the event that follows a buffer's last reader; default: a CUDA event, or none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StagingRing:
         return _Buffer(tensor, tensor.numpy(), None)
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """The next buffer, [nbytes] or longer, for the host to fill; at most once per `send`."""
+        """The next buffer, [nbytes] or longer, for the host to fill; once per `send` or `release`."""
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer.event is not None:
@@ -70,6 +70,11 @@ class StagingRing:
         """Start the copy of the buffer taken last to `out` [n] uint8 on the device, in the current stream."""
         buffer = self._buffers[self._turn]
         out.copy_(buffer.tensor[: out.shape[0]], non_blocking=True)
+        self.release()
+
+    def release(self) -> None:
+        """The current stream has been given all that reads the buffer taken last."""
+        buffer = self._buffers[self._turn]
         if self._make_event is not None:
             if buffer.event is None:
                 buffer.event = self._make_event()

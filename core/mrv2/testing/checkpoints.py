@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,3 +217,23 @@ def defects(config: Any) -> Iterator[Defect]:
     yield Defect("index that lies", _wrong_index, file, (_layer(0, "self_attn.q_proj.bias"),))
     yield Defect("tensor in two shards", _tensor_in_two_shards, file, ("model-00001", "model-00002"))
     yield Defect("pickle only", _only_pickle, file, ("pytorch_model.bin", "pickle"))
+
+
+def expert_defects(up_proj: str, shape: tuple[int, int]) -> Iterator[Defect]:
+    """Defects of a checkpoint with one tensor per expert and projection; a packed parameter hides them easily.
+
+    Args:
+        up_proj: checkpoint name of one expert's up projection.
+        shape: its shape.
+    """
+    rows, hidden = shape
+    expert = re.search(r"\.experts\.(\d+)\.", up_proj)
+    assert expert is not None
+    weights, whole = "MRV2-202", str([rows, hidden])
+    yield Defect("one expert's up_proj missing", _drop(up_proj), weights, (up_proj,))
+    large, small = (str([n, hidden]) for n in (rows + 1, rows - 1))
+    more = _change(up_proj, lambda t: torch.cat([t, t[:1]]))
+    yield Defect("an expert too large", more, weights, (up_proj, large, whole))
+    yield Defect("an expert too small", _change(up_proj, lambda t: t[1:]), weights, (up_proj, small, whole))
+    beyond = up_proj.replace(expert.group(), ".experts.999.")
+    yield Defect("an expert that the config doesn't have", _add(beyond, rows, hidden), weights, (beyond,))

@@ -65,7 +65,8 @@ def check_kernel(
         make_inputs: keyword arguments of one case, from a random generator; tensors on the CPU. Sizes and
             values should vary over the ranges that the kernel promises to take.
         outputs: names of arguments that are written only.
-        cases: how many random cases.
+        cases: how many random cases. `MRV2_KERNEL_CASES` in the environment lowers it: under a tool like
+            compute-sanitizer each takes long.
         seed: of the first case; case k uses `seed + k`, and a failure names it.
         rtol: relative tolerance of floating-point tensors.
         atol: absolute tolerance of floating-point tensors.
@@ -75,6 +76,7 @@ def check_kernel(
         KernelError: there is no GPU, and Triton can't interpret here.
     """
     device = _device()
+    cases = min(cases, int(os.environ.get("MRV2_KERNEL_CASES", cases)))
     for case in range(seed, seed + cases):
         rng = np.random.default_rng(case)
         inputs = dict(make_inputs(rng))
@@ -144,6 +146,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _poisoned(like: Tensor, rng: np.random.Generator) -> Tensor:
     """Random bits in the shape, strides and dtype of `like`."""
     poisoned = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    if not like.numel():
+        return poisoned
     high = 2 if like.dtype == torch.bool else 256
     raw = rng.integers(0, high, size=poisoned.untyped_storage().nbytes(), dtype=np.uint8)
     flat = torch.from_numpy(raw).view(like.dtype)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from mrv2.attn.groups import AttentionCache
 from mrv2.config import ModelConfig
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.layers.base import StepContext, WeightMap
+from mrv2.loader.tokenizer import Tokenizer
 from mrv2.model_state.default import DefaultModelState
-from mrv2.runner.build import EngineConfig, EngineParts, LoadedModel, assemble
 
 VOCAB_SIZE = 8
 
@@ -38,12 +39,12 @@ class NullModel(nn.Module):
         return self.row.new_zeros(len(input_ids), 1)
 
 
-def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
-    """An engine around `NullModel`, with the block tables of one attention layer.
+def null_model(*, max_model_len: int, tokenizer: Tokenizer | None = None) -> LoadedModel:
+    """`NullModel` with the block tables of one attention layer.
 
     Args:
         max_model_len: most tokens of one request.
-        settings: fields of `EngineConfig`.
+        tokenizer: for text; it needn't have as few tokens as the model.
     """
     config = ModelConfig(
         path=Path("null"),
@@ -57,16 +58,25 @@ def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
         eos_token_ids=(),
         dtype=None,
     )
-    loaded = LoadedModel(
+    return LoadedModel(
         name="null",
         module=NullModel(),
         caches={"layer": AttentionCache(1, 1, None)},
         rope_fixed_up_to=None,
         state_class=DefaultModelState,
         config=config,
-        tokenizer=None,
+        tokenizer=tokenizer,
         adapter="null",
         chunked_prefill=True,
         prefix_caching=True,
     )
-    return assemble(loaded, EngineConfig(device="cpu", **settings))
+
+
+def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
+    """An engine around `null_model`.
+
+    Args:
+        max_model_len: most tokens of one request.
+        settings: fields of `EngineConfig`.
+    """
+    return assemble(null_model(max_model_len=max_model_len), EngineConfig(device="cpu", **settings))

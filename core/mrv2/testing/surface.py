@@ -34,6 +34,7 @@ CLASSES = (
     "mrv2.layers.custom:CacheKernel",
     "mrv2.model_state.base:ModelState",
     "mrv2.model_state.default:DefaultModelState",
+    "mrv2.model_state.graphs:CaptureContext",
     "mrv2.model_state.parts:InputPart",
     "mrv2.registry:Registry",
 )
@@ -47,6 +48,7 @@ DATACLASSES = (
     "mrv2.context:AdapterContext",
     "mrv2.layers.base:Slot",
     "mrv2.layers.base:WeightMap",
+    "mrv2.model_state.graphs:GraphPlan",
     "mrv2.sample.params:SamplingParams",
     "mrv2.state.plan:BlockCopies",
     "mrv2.state.plan:BlockWrites",

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mrv2.runner.build import EngineConfig, assemble, load
+from mrv2.frontend.build import EngineConfig, assemble, load
 from mrv2.runner.request import FinishReason
 from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams
@@ -68,7 +68,7 @@ class Sample:
         scheduler, runner = parts.engine.scheduler, parts.engine._runner
         params = SamplingParams(temperature=0, max_tokens=n, logprobs=0, stop_token_ids=tuple(stop))
         requests = [parts.intake.request(f"{scheduler._step_id}-{i}", p, params) for i, p in enumerate(prompts)]
-        got = {r.req_id: [] for r in requests}
+        got = {r.number: [] for r in requests}
         for r in requests:
             scheduler.add(r)
         in_flight, step = deque(), 0
@@ -88,12 +88,12 @@ class Sample:
             if in_flight and (plan is None or len(in_flight) == depth):
                 plan, output = in_flight.popleft()
                 events = scheduler.update(plan, output if isinstance(runner, SyncRunner) else output.wait())
-                for request, i, _ in events.watched:
-                    got[request.req_id].append(float(events.output.logprobs.logprobs_np[i, 0]))
+                for i, number in enumerate(events.numbers_np.tolist()):
+                    got[number].append(float(events.logprobs.logprobs_np[i, 0]))
         pool = scheduler.kv.pool
         assert pool.num_free == pool.num_usable, "blocks were lost"
         return [
-            Result(p, r.tokens_np[len(p) :].tolist(), got[r.req_id], r.num_cached_tokens)
+            Result(p, r.tokens_np[len(p) :].tolist(), got[r.number], r.num_cached_tokens)
             for p, r in zip(prompts, requests, strict=True)
         ]
 

@@ -13,5 +13,6 @@ def mrv2_model(ctx: mrv2.AdapterContext) -> type:
     classes: dict[str, type] = {
         "LlamaForCausalLM": model.LlamaForCausalLM,
         "MistralForCausalLM": model.MistralForCausalLM,
+        "MixtralForCausalLM": model.MixtralForCausalLM,
     }
     return classes[ctx.architecture]

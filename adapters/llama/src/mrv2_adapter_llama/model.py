@@ -1,10 +1,15 @@
-"""Llama, and Mistral, which is Llama with a window. Names follow the checkpoints; no host is named here."""
+"""Llama; Mistral, which is Llama with a window; Mixtral, which is Mistral with experts.
+
+Names follow the checkpoints; no host is named here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrv2.layers import CausalLM, DecoderBlock, LayerSet, rope_parameters
+from torch import nn
+
+from mrv2.layers import CausalLM, DecoderBlock, LayerSet, WeightMap, rope_parameters
 
 
 class LlamaBlock(DecoderBlock):
@@ -18,7 +23,7 @@ class LlamaBlock(DecoderBlock):
             c.hidden_size,
             num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
+            head_dim=c.head_dim or c.hidden_size // c.num_attention_heads,
             rope=rope_parameters(c, whole_heads=True),
             max_position=c.max_position_embeddings,
             norm_eps=c.rms_norm_eps,
@@ -26,7 +31,12 @@ class LlamaBlock(DecoderBlock):
             bias=bias,
             out_bias=bias,
         )
-        self.mlp = L.gated_mlp(
+        self.mlp = self.feed_forward(L, c)
+
+    @staticmethod
+    def feed_forward(L: LayerSet, c: Any) -> nn.Module:
+        """What is stored as `mlp`."""
+        return L.gated_mlp(
             "mlp",
             c.hidden_size,
             c.intermediate_size,
@@ -51,6 +61,23 @@ class MistralBlock(LlamaBlock):
         return size
 
 
+class MixtralBlock(MistralBlock):
+    """One decoder layer: each token goes to a few of many MLPs."""
+
+    @staticmethod
+    def feed_forward(L: LayerSet, c: Any) -> nn.Module:
+        """What is stored as `mlp`."""
+        return L.moe(
+            "mlp",
+            c.hidden_size,
+            c.intermediate_size,
+            num_experts=c.num_local_experts,
+            top_k=c.num_experts_per_tok,
+            norm_eps=c.rms_norm_eps,
+            act=c.hidden_act,
+        )
+
+
 class LlamaForCausalLM(CausalLM):
     """Llama 2 and 3, and models of the same shape, such as SmolLM2."""
 
@@ -61,3 +88,18 @@ class MistralForCausalLM(CausalLM):
     """Mistral."""
 
     block = MistralBlock
+
+
+class MixtralForCausalLM(CausalLM):
+    """Mixtral, in whose checkpoints experts have names of their own."""
+
+    block = MixtralBlock
+    weight_map = WeightMap(
+        rename=(
+            *CausalLM.weight_map.rename,
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+            (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+            (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        )
+    )

@@ -13,5 +13,6 @@ def mrv2_model(ctx: mrv2.AdapterContext) -> type:
     classes: dict[str, type] = {
         "Qwen2ForCausalLM": model.Qwen2ForCausalLM,
         "Qwen3ForCausalLM": model.Qwen3ForCausalLM,
+        "Qwen3MoeForCausalLM": model.Qwen3MoeForCausalLM,
     }
     return classes[ctx.architecture]

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers
 
 from mrv2.attn.specs import PerRequest, PerToken
-from mrv2.errors import LayerArgumentError
+from mrv2.errors import LayerArgumentError, UnsupportedError
 from mrv2.layers.base import LayerSet
 from mrv2.layers.custom import CacheKernel
 from mrv2.layers.rope_config import RopeSpec
@@ -64,8 +64,6 @@ class VllmLayers(LayerSet):
         self.is_first, self.is_last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
         self._prefix = f"{prefix}." if prefix else ""
         self._ranks = get_tensor_model_parallel_world_size()
-
-    # -- names -----------------------------------------------------------------------------------------
 
     def scope(self, name: str) -> VllmLayers:
         """See `LayerSet.scope`."""
@@ -267,6 +265,18 @@ class VllmLayers(LayerSet):
         """See `LayerSet.down`."""
         return self._down(name, in_size, hidden_size, bias, return_bias=False)
 
+    def router(
+        self, name: str, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True
+    ) -> nn.Module:
+        """Refused: vLLM's experts do their own routing."""
+        raise self._unsupported(f"the router {self._prefix}{name} on its own", "L.moe")
+
+    def experts(
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+    ) -> nn.Module:
+        """Refused, as `router`."""
+        raise self._unsupported(f"the experts {self._prefix}{name} on their own", "L.moe")
+
     def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
         """See `LayerSet.rotary`."""
         return self._add(name, Rotary(self._rotary(name, head_dim, rope, max_position)))
@@ -294,8 +304,14 @@ class VllmLayers(LayerSet):
 
     # -- an adapter's own mixers -------------------------------------------------------------------------
 
-    def cache(self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> nn.Module:
+    def cache(
+        self, name: str, spec: PerToken | PerRequest, kernel: CacheKernel, *, capturable: bool = True
+    ) -> nn.Module:
         """See `LayerSet.cache`."""
+        if not capturable and self.config.compilation_config.cudagraph_mode.name != "NONE":
+            raise self._unsupported(
+                f"the kernel of {self._prefix}{name}, which no CUDA graph may hold", "--enforce-eager"
+            )
         for key, tensor in spec.tensors.items():
             if tensor.shard is not None:
                 self._check_divides(f"{name}, tensor {key}", tensor.shape[tensor.shard])
@@ -303,7 +319,8 @@ class VllmLayers(LayerSet):
         self.built.caches.append(handle)
         return self._add(name, handle)
 
-    # -- the same, typed -------------------------------------------------------------------------------
+    def _unsupported(self, what: str, use: str) -> UnsupportedError:
+        return UnsupportedError(what, where="the vLLM host's layers", fix=f"use {use}")
 
     def _norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return self._add(name, slots.whole(RMSNorm(size, eps=eps), weight=(size,)))

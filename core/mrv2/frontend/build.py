@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +14,12 @@ from mrv2.adapter import require
 from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
 from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
+from mrv2.debug.canaries import WatchedPool
+from mrv2.debug.runner import DebugRunner, GuardedForward
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
+from mrv2.layers.custom import CacheHandle
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import load_model
 from mrv2.loader.model import ModelLocation, resolve_model
@@ -23,23 +27,33 @@ from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
 from mrv2.manifest import Capability
 from mrv2.model_state.base import ModelState
 from mrv2.model_state.default import DefaultModelState
+from mrv2.model_state.graphs import GraphSupport
 from mrv2.registry import Registry
 from mrv2.runner.block_pool import BlockPool
+from mrv2.runner.device import choose_device, on_device
 from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
+from mrv2.runner.graphs import CudaRecorder, GraphStats, default_plan
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
 from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
 from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
+from mrv2.runner.trial import measure_step
 from mrv2.state.view import Limits
+
+_Forward = TypeVar("_Forward", bound=ForwardPass)
 
 DEFAULT_MAX_MODEL_LEN = 8192
 """For a model that names no limit of its own, when the caller names none either."""
 
 STATE_CHECKPOINTS = 4
 """Copies of a request's state in the prefix cache, for each request that can run: one or two are in use."""
+
+
+DEBUG_KV_MEMORY = 2**30
+"""Bytes. Debug mode reads the whole cache in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +73,14 @@ class EngineConfig:
         prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
         depth: steps in flight; None: 1 on a CPU, 2 on a GPU.
         runner: "async", or "sync": its plain twin, for debugging.
+        graphs: replay decode steps as CUDA graphs; None: on a GPU, unless the model can't be captured, `debug` is on or
+            `runner` is "sync". True: refuse where that isn't possible.
+        debug: make faults of adapters and kernels show: late streams, poison in what nobody may read, a watch over
+            the whole cache, which is 1 GiB at most then unless its size is given. Tokens stay the same; see
+            `DebugRunner`. Slow, and off costs nothing. Turns graphs off.
+        max_queue: most requests waiting for a row, preempted ones included. More than that are refused, or fed in as
+            room appears (`LLM.generate`). Each costs the memory of its prompt, and waits for all before it: the
+            default keeps 64 rows busy for a while without hiding for long that they can't keep up. None: no limit.
         seed: of the generator behind unseeded requests; None: from the system.
     """
 
@@ -74,6 +96,9 @@ class EngineConfig:
     prefix_caching: bool | None = None
     depth: int | None = None
     runner: Literal["async", "sync"] = "async"
+    graphs: bool | None = None
+    debug: bool = False
+    max_queue: int | None = 4096
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +118,12 @@ class EngineConfig:
             ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
             ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
             ("runner", self.runner in ("async", "sync"), "async or sync"),
+            ("graphs", self.graphs is None or isinstance(self.graphs, bool), "true, false, or None"),
+            ("graphs", not (self.graphs and self.debug), "left out or false with debug=True"),
+            ("graphs", not (self.graphs and self.runner == "sync"), "left out or false with runner='sync'"),
+            ("debug", isinstance(self.debug, bool), "true or false"),
+            ("runner", not self.debug or self.runner == "async", "async with debug=True"),
+            ("max_queue", self.max_queue is None or whole(self.max_queue, 1), "an integer of at least 1, or None"),
         ]
         for name, ok, want in rules:
             if not ok:
@@ -108,6 +139,7 @@ class EngineParts:
     engine: Engine
     intake: Intake
     limits: Limits
+    graphs: GraphStats | None  # None: steps run eagerly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +178,8 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     dtype = choose_dtype(config.dtype, model_config, device)
     ctx = model_config.context()
     layers = NativeLayers()
-    module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
+    with on_device(device):
+        module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
     specs = layers.caches.values()
     if any(isinstance(spec, PerRequest) for spec in specs):
         require(Capability.RECURRENT, "native", adapter.entry, setting=f"a state per request in {location.name}")
@@ -180,21 +213,6 @@ def _check_capabilities(entry: AdapterEntry, location: ModelLocation, config: En
         require(Capability.GGUF, "native", entry, setting=f"the GGUF file behind {location.name}")
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that `name` means.
-
-    Raises:
-        UnsupportedError: torch doesn't know it, or it isn't there.
-    """
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError as error:
-        raise UnsupportedError(f"device {name!r} is unknown", where="device", fix="use cpu, cuda or cuda:0") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise UnsupportedError(f"device {name!r} is not available here", where="device", fix="use --device cpu")
-    return device
-
-
 def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype that `name` means for this checkpoint on this device."""
     if name != "auto":
@@ -207,14 +225,93 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
 
     Raises:
         CacheTooSmallError: the granted memory can't hold one block.
+        UnsupportedError: the settings don't fit each other, the model, or the memory there is.
     """
-    device, dtype = choose_device(config.device), next(loaded.module.parameters()).dtype
+    device = choose_device(config.device)
+    with on_device(device):
+        return _assemble(loaded, config, device)
+
+
+def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -> EngineParts:
+    limits = _limits(loaded, config, device)
+    groups = make_groups(loaded.caches, config.block_size or choose_block_size(loaded.caches, limits.dtype))
+    prefix_caching = loaded.prefix_caching and config.prefix_caching is not False
+    num_blocks = config.num_blocks or _num_blocks(loaded, config, limits, groups, prefix_caching=prefix_caching)
+    pool = WatchedPool(num_blocks) if config.debug else BlockPool(num_blocks)
+    kv = KVCacheManager(
+        pool, groups, max_rows=limits.max_rows, max_model_len=limits.max_model_len, prefix_caching=prefix_caching
+    )
+    scheduler = Scheduler(
+        kv,
+        max_rows=limits.max_rows,
+        max_num_tokens=limits.max_num_tokens,
+        max_model_len=limits.max_model_len,
+        max_chunk=config.max_chunk,
+        chunked_prefill=loaded.chunked_prefill,
+    )
+    forward: ForwardPass
+    runner: Runner | SyncRunner
+    if isinstance(pool, WatchedPool):
+        guarded = _forward(GuardedForward, loaded, limits, groups, num_blocks=num_blocks + 1)
+        forward, runner = guarded, DebugRunner(guarded, groups, pool)
+    else:
+        forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=num_blocks)
+        runner = _runner(loaded, forward, config) if config.runner == "async" else SyncRunner(forward, groups)
+    graphs = runner.graphs if isinstance(runner, Runner) else None
+    if isinstance(runner, Runner):
+        runner.capture_common()
+    request_limits = RequestLimits(
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        cache_capacity=kv.capacity,
+        eos_token_ids=_end_tokens(loaded),
+        rope_fixed_up_to=loaded.rope_fixed_up_to,
+    )
+    depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
+    return EngineParts(
+        engine=Engine(scheduler, runner, depth=depth),
+        intake=Intake(request_limits, seed=config.seed, check_options=forward.state.check_options),
+        limits=limits,
+        graphs=None if graphs is None else graphs.stats,
+    )
+
+
+def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> Runner:
+    """With graphs, if there are to be any."""
+    limits, state = forward.state.limits, forward.state
+    runner = Runner(forward, state.groups)
+    if config.graphs is False or config.debug:
+        return runner
+    fixed = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
+    reason = why_eager(loaded, state)
+    if reason is None:
+        runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
+    elif config.graphs:
+        raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fixed)
+    elif limits.device.type == "cuda":
+        warnings.warn(f"decode steps run without CUDA graphs: {reason}", stacklevel=2)
+    return runner
+
+
+def why_eager(loaded: LoadedModel, state: ModelState) -> str | None:
+    """What keeps steps from being captured; None: nothing."""
+    if state.limits.device.type != "cuda":
+        return f"the model runs on {state.limits.device}"
+    if state.graph_support() is GraphSupport.NEVER:
+        return f"{type(state).__qualname__}.graph_support() of {loaded.adapter} is NEVER"
+    for module in loaded.module.modules():
+        if isinstance(module, CacheHandle) and not module.capturable:
+            return f"{loaded.adapter} declares the kernel of {module.name} with capturable=False"
+    return None
+
+
+def _limits(loaded: LoadedModel, config: EngineConfig, device: torch.device) -> Limits:
     limits = Limits(
         max_rows=config.max_num_seqs,
         max_num_tokens=config.max_num_tokens,
         max_model_len=_max_model_len(loaded.config, config),
         device=device,
-        dtype=dtype,
+        dtype=next(loaded.module.parameters()).dtype,
         vocab_size=loaded.config.vocab_size,
     )
     if not loaded.chunked_prefill and limits.max_num_tokens < limits.max_model_len:
@@ -225,48 +322,37 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
             fix="raise max_num_tokens, lower max_model_len, or declare chunked_prefill in adapter.toml",
         )
     _check_table_size(limits)
-    groups = make_groups(loaded.caches, config.block_size or choose_block_size(loaded.caches, dtype))
-    prefix_caching = loaded.prefix_caching and config.prefix_caching is not False
-    sizes = page_sizes(groups, loaded.caches, dtype)
-    num_blocks = config.num_blocks or choose_num_blocks(
-        sum(sizes),
+    return limits
+
+
+def _num_blocks(
+    loaded: LoadedModel, config: EngineConfig, limits: Limits, groups: tuple[KVGroup, ...], *, prefix_caching: bool
+) -> int:
+    """Blocks of the KV cache, as many as memory allows and requests could use."""
+
+    def make_runner() -> Runner:
+        return _runner(loaded, _forward(ForwardPass, loaded, limits, groups, num_blocks=1), config)
+
+    kv_memory = config.kv_memory or (DEBUG_KV_MEMORY if config.debug else None)
+    measured = kv_memory is None and limits.device.type == "cuda"
+    return choose_num_blocks(
+        sum(page_sizes(groups, loaded.caches, limits.dtype)),
         wanted_blocks=1 + limits.max_rows * _blocks_per_row(groups, limits.max_model_len, prefix_caching),
-        kv_memory=config.kv_memory,
-        device=device,
+        kv_memory=kv_memory,
+        device=limits.device,
+        step_memory=measure_step(make_runner, limits, groups) if measured else 0,
     )
-    pages = allocate_pages(sizes, num_blocks=num_blocks, device=device)
-    kv = KVCacheManager(
-        BlockPool(num_blocks),
-        groups,
-        max_rows=limits.max_rows,
-        max_model_len=limits.max_model_len,
-        prefix_caching=prefix_caching,
-    )
-    scheduler = Scheduler(
-        kv,
-        max_rows=limits.max_rows,
-        max_num_tokens=limits.max_num_tokens,
-        max_model_len=limits.max_model_len,
-        max_chunk=config.max_chunk,
-        chunked_prefill=loaded.chunked_prefill,
-    )
+
+
+def _forward(
+    kind: type[_Forward], loaded: LoadedModel, limits: Limits, groups: tuple[KVGroup, ...], *, num_blocks: int
+) -> _Forward:
+    """The model with a cache of `num_blocks` blocks and a `ModelState` of its own."""
+    sizes = page_sizes(groups, loaded.caches, limits.dtype)
+    pages = allocate_pages(sizes, num_blocks=num_blocks, device=limits.device)
     state = loaded.state_class(loaded.module, limits, groups)
-    caches = bind_caches(groups, loaded.caches, pages, dtype)
-    forward = ForwardPass(loaded.module, state, groups, caches=caches, pages=pages)
-    runner = Runner(forward, groups) if config.runner == "async" else SyncRunner(forward, groups)
-    depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
-    request_limits = RequestLimits(
-        vocab_size=limits.vocab_size,
-        max_model_len=limits.max_model_len,
-        cache_capacity=kv.capacity,
-        eos_token_ids=_end_tokens(loaded),
-        rope_fixed_up_to=loaded.rope_fixed_up_to,
-    )
-    return EngineParts(
-        engine=Engine(scheduler, runner, depth=depth),
-        intake=Intake(request_limits, seed=config.seed, check_options=state.check_options),
-        limits=limits,
-    )
+    caches = bind_caches(groups, loaded.caches, pages, limits.dtype)
+    return kind(loaded.module, state, groups, caches=caches, pages=pages)
 
 
 def _blocks_per_row(groups: Sequence[KVGroup], max_model_len: int, prefix_caching: bool) -> int:
