@@ -72,7 +72,7 @@ vllm-env: $(VLLM_STAMP)  ## Make an environment with a real vLLM on this CPU: .v
 
 test-vllm: $(VLLM_STAMP) $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%)  ## Make that environment, then all tests inside vLLM
 	MRV2_VLLM_OVERLAYS=$(subst $(space),:,$(abspath $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%))) \
-	  $(VLLM_VENV)/bin/python -m pytest tests/bridge packages
+	  $(VLLM_VENV)/bin/python -m pytest tests/bridge tests/docs/test_bridge_page.py packages
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .
