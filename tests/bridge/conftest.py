@@ -33,7 +33,7 @@ if HAVE_VLLM:
 
 
 def pytest_report_header(config):
-    return None if HAVE_VLLM else "tests/bridge: skipped, vLLM isn't installed (make vllm-env VENV=folder)"
+    return None if HAVE_VLLM else "tests/bridge: skipped, vLLM isn't installed (make test-vllm)"
 
 
 @pytest.fixture(scope="session")

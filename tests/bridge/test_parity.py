@@ -42,6 +42,7 @@ CONFIGS = {
     "qwen2-mixed": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"attention_bias": True}),
     "qwen3-moe": ("Qwen3MoeConfig", MOE),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 
 

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
 
 from mrv2.cli import app
 from mrv2.testing.checkpoints import edit_config, make_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 MANIFEST = """\
 # /// adapter
@@ -124,7 +128,7 @@ def test_the_command_runs_vllms_own_with_the_adapters_name(checkpoint, planned):
         "DO_NOT_TRACK": "1",
     }
     assert plan["adapter"].startswith("llama (mrv2-adapter-llama")
-    assert not {"--dtype", "--served-model-name", "--enforce-eager"} & set(command)
+    assert not {"--dtype", "--served-model-name"} & set(command)
 
 
 def test_what_the_user_set_stays(checkpoint, planned):
@@ -279,3 +283,26 @@ def _have_vllm():
     from mrv2.cli.vllm_install import find_vllm
 
     return find_vllm() is not None
+
+
+def documented():
+    """`mrv2 serve` lines of the pages, without comments."""
+    for page in ("README.md", "docs/bridge.md", "docs/deploy.md"):
+        text = (ROOT / page).read_text()
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            yield from (line for line in block.splitlines() if line.startswith("mrv2 serve ./model"))
+
+
+@pytest.mark.parametrize("line", sorted(set(documented())))
+def test_lines_of_the_pages(own, serve, line):
+    from mrv2.manifest import Capability
+
+    folder, file = own(**dict.fromkeys(map(str, Capability), "both"))
+    words = shlex.split(line, comments=True)[3:]
+    done = serve(folder, "--adapter", file, *([] if "--dry-run" in words else ["--dry-run"]), *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(shlex.join(words[words.index("--") + 1 :]))
+
+
+def test_the_pages_show_lines():
+    assert len(set(documented())) > 5

@@ -37,7 +37,7 @@ def test_a_gpu_build_of_pytorch_is_refused_by_name(tmp_path, line, refused):
 
 @pytest.fixture
 def patches():
-    pytest.importorskip("vllm", reason="vLLM isn't installed: make vllm-env VENV=folder")
+    pytest.importorskip("vllm", reason="vLLM isn't installed: make test-vllm")
     from mrv2_vllm_cpu_interpreter import patches
 
     patches.apply()
