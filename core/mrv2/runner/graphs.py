@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import time
 import warnings
 from collections import deque
@@ -200,7 +201,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Captures on a stream of its own, all graphs in one pool of memory: they are replayed one after the other.
+    """Captures on a side stream, all graphs in one pool of memory: they are replayed one after the other.
 
     Args:
         device: a GPU.
@@ -210,21 +211,11 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            # cuBLAS has a workspace per stream: not in the pool, where the first capture would put it.
-            for dtype in (torch.float32, torch.bfloat16):
-                square = torch.zeros(64, 64, dtype=dtype, device=self._device)
-                torch.mm(square, square)
-        return stream
-
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """See `Recorder.record`. Doesn't wait for the device."""
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), _no_collection():
+        graph, (stream, lock) = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with lock, torch.cuda.stream(stream), _no_collection():
             # Other threads, such as the one that delivers outputs, may do as they like meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -247,6 +238,20 @@ class CudaRecorder:
         except RuntimeError:
             with contextlib.suppress(RuntimeError):  # some versions of PyTorch don't tell the allocator then
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.Lock]:
+    """The device's stream for captures, of all engines, and who may use it: cuBLAS gives each stream a workspace of
+    tens of megabytes for good.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        # The workspace comes now and not in a pool, where the first capture would put it.
+        for dtype in (torch.float32, torch.bfloat16):
+            square = torch.zeros(64, 64, dtype=dtype, device=device)
+            torch.mm(square, square)
+    return stream, threading.Lock()
 
 
 @contextlib.contextmanager
