@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import add_rms_norm_ref
+from mrv2.kernels.dependent import dependent_options, depends
 from mrv2.kernels.gated_act import FORMULAS, activate, gated_act_ref
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.vector_tile import (
@@ -80,7 +81,7 @@ def gate_normed(
     assert (residual is None) == (summed is None)
     assert weight.shape[0] == 2 * num_rows
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()  # noqa: PT018
-    tile = tile or choose_vector_tile(size, x, matrices=2)
+    tile = tile or choose_vector_tile(size, matrices=2)
     _gate_normed_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x,
         x if residual is None else residual,
@@ -99,7 +100,8 @@ def gate_normed(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         FORMULA=FORMULAS[act],
-        **tile.options(),
+        num_warps=tile.num_warps,
+        **dependent_options(depends(x)),
     )
 
 

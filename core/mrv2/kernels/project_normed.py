@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import add_rms_norm_ref
+from mrv2.kernels.dependent import dependent_options, depends
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.vector_tile import (
     VectorTile,
@@ -73,7 +74,7 @@ def project_normed(
     assert takes_vectors(x, size)
     assert (residual is None) == (summed is None)
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()  # noqa: PT018
-    tile = tile or choose_vector_tile(size, x)
+    tile = tile or choose_vector_tile(size)
     num_rows = weight.shape[0]
     _project_normed_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x,
@@ -92,7 +93,8 @@ def project_normed(
         ROWS=tile.rows,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
-        **tile.options(),
+        num_warps=tile.num_warps,
+        **dependent_options(depends(x)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrv2.kernels.dependent import dependent_options, depends
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.vector_tile import (
     VectorTile,
@@ -48,7 +49,7 @@ def project_onto(
     assert takes_vectors(x, size)
     assert x.is_contiguous() and weight.is_contiguous()  # noqa: PT018
     assert residual.is_contiguous() and out.is_contiguous()  # noqa: PT018
-    tile = tile or choose_vector_tile(size, x)
+    tile = tile or choose_vector_tile(size)
     num_rows = weight.shape[0]
     _project_onto_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x,
@@ -63,7 +64,8 @@ def project_onto(
         TOKENS=triton.next_power_of_2(num_tokens),
         ROWS=tile.rows,
         HAS_BIAS=bias is not None,
-        **tile.options(),
+        num_warps=tile.num_warps,
+        **dependent_options(depends(x)),
     )
 
 

@@ -12,11 +12,10 @@ that every program does this anew costs less than a launch. All rows of a layer'
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from mrv2.kernels.dependent import await_previous
 from mrv2.kernels.registry import jit, tl, triton
 
 MOST_TOKENS = 8
@@ -31,40 +30,21 @@ compares others."""
 
 MOST_ROWS = 16
 
-DEPENDENT_LAUNCH = False
-"""Whether kernels of a decode step are launched while the one before still runs, up to what they need of it: weights
-are asked for early. Results don't depend on it. Needs compute capability 9."""
-
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """How a product is cut: rows of the weight per program, its warps, and whether it is launched early."""
+    """How a product is cut: rows of the weight per program, and its warps."""
 
     rows: int
     num_warps: int
-    dependent: bool = False
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of a launch."""
-        return {"num_warps": self.num_warps, **dependent_options(self.dependent)}
 
 
-def dependent_options(dependent: bool) -> dict[str, Any]:
-    """Of a launch of a kernel that calls `await_inputs`. Not all of Triton's backends know the second."""
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
-
-
-def depends(x: Tensor) -> bool:
-    """Whether kernels over `x` are launched early."""
-    return DEPENDENT_LAUNCH and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def choose_vector_tile(size: int, x: Tensor, *, matrices: int = 1) -> VectorTile:
+def choose_vector_tile(size: int, *, matrices: int = 1) -> VectorTile:
     """For rows of `size` elements, as many of each of the `matrices` that a program reads together."""
     row = triton.next_power_of_2(size)
     num_warps = max(WARPS, row // (32 * ELEMENTS))
     rows = 32 * ELEMENTS * num_warps // (row * matrices)
-    return VectorTile(min(max(rows, 1), MOST_ROWS), num_warps, depends(x))
+    return VectorTile(min(max(rows, 1), MOST_ROWS), num_warps)
 
 
 def takes_vectors(x: Tensor, size: int) -> bool:
@@ -82,14 +62,12 @@ def load_rows(weight, row, num_rows, SIZE: tl.constexpr, ROW: tl.constexpr):
 
 @jit()
 def await_inputs(DEPENDENT: tl.constexpr):
-    """Everything before in the program is asked for before anything after; with DEPENDENT, the kernel before must have
-    ended to go on, while the one behind may begin.
+    """`await_previous`, and in any case: what comes before this is asked for before what comes after. The compiler
+    would ask for weights only when it needs them, which is after the norm.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        await_previous(DEPENDENT)
     else:
-        # Else the compiler would ask for weights only when it needs them, which is after the norm.
         tl.debug_barrier()
 
 
