@@ -113,6 +113,7 @@ def draw(logits, *, temperature=1.0, seeds=None, positions=None, stream=0, rows=
         temperature=torch.full((n,), temperature) if isinstance(temperature, float) else temperature,
         positions=torch.zeros(n, dtype=torch.int64) if positions is None else positions,
         stream=stream,
+        scaled=True,
         out=out,
     )
     return out
@@ -130,12 +131,13 @@ def draw_inputs(rng):
         logits[rng.random(logits.shape) < 0.05] = np.nan
         logits[rng.random(n) < 0.2] = rng.choice([-np.inf, np.inf, np.nan])
     return {
-        "logits": torch.from_numpy(logits),
+        "logits": torch.from_numpy(logits).to([torch.float32, torch.bfloat16, torch.float16][rng.integers(3)]),
         "rows": torch.from_numpy(rows).int(),
         "seeds": torch.from_numpy(rng.integers(0, 2**63 - 1, max_rows)),
         "temperature": torch.from_numpy(rng.choice([0.0, 0.7], max_rows)).float(),
         "positions": torch.from_numpy(rng.integers(0, 2**31 - 1, n)),
         "stream": int(rng.integers(0, 4)),
+        "scaled": bool(rng.integers(2)),
         "out": torch.zeros(n, dtype=torch.int64),
     }
 
@@ -169,6 +171,8 @@ def test_twin_equals_a_loop(seed):
         for token, logit in enumerate(logits[i].tolist()):
             score = -INF if math.isnan(logit) else logit
             if noisy:
+                if not inputs["scaled"]:
+                    score /= float(inputs["temperature"][row])
                 score += plain_noise(int(inputs["seeds"][row]), int(inputs["positions"][i]), inputs["stream"], token)
             if score > best:
                 best, best_id = score, token
@@ -228,7 +232,8 @@ def test_a_draw_depends_on_neither_batch_nor_row():
 
 def ranked_inputs(rng, max_ranks=3000):
     inputs = draw_inputs(rng)
-    logits = inputs.pop("logits").nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
+    del inputs["scaled"]
+    logits = inputs.pop("logits").float().nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
     ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
     num_ranks = int(rng.integers(1, min(max_ranks, ids.shape[1]) + 1))
     return inputs | {
@@ -275,7 +280,7 @@ def test_ranked_twin_equals_a_draw_over_the_filtered_vocabulary(seed):
             mass += weight
     want = torch.zeros(n, dtype=torch.int64)
     names = ("rows", "seeds", "temperature", "positions", "stream")
-    sample_gumbel(logits=logits, **{name: inputs[name] for name in names}, out=want)
+    sample_gumbel(logits=logits, scaled=True, **{name: inputs[name] for name in names}, out=want)
     empty = (logits == -INF).all(1)  # whose lowest id the list need not hold
     assert inputs["out"][~empty].tolist() == want[~empty].tolist()
     assert inputs["out"][empty].tolist() == inputs["ids"][empty, 0].tolist()

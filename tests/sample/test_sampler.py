@@ -35,7 +35,7 @@ def request(params, seed=0):
 
 def sample(logits, params, *, rows=None, positions=None, seeds=None):
     """Tokens for each row of logits, through the public sampler."""
-    logits = torch.as_tensor(logits, dtype=torch.float32)
+    logits = logits if isinstance(logits, torch.Tensor) else torch.tensor(logits, dtype=torch.float32)
     rows = list(range(len(logits))) if rows is None else rows
     states = SamplingStates(
         Limits(max_rows=max(rows) + 1, max_num_tokens=8, max_model_len=8, vocab_size=logits.shape[1])
@@ -192,6 +192,28 @@ def test_a_tiny_temperature_is_greedy(temperature):
     logits = torch.randn(20, 30) * 10
     out = sample(logits, [SamplingParams(temperature=temperature)] * 20)
     assert out.token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.7, min_p=0.05),
+        SamplingParams(temperature=1.3, top_k=9, top_p=0.9),
+        SamplingParams(temperature=0.9, top_p=0.8, logprobs=3),
+    ],
+    ids=["greedy", "random", "min-p", "ranked", "sorted"],
+)
+def test_half_precision_draws_what_its_values_draw_in_full(params, dtype):
+    logits = (torch.randn(50, 400, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    before = logits.clone()
+    ours, theirs = (sample(x, [params] * 50) for x in (logits, logits.float()))
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert torch.equal(logits, before)
+    if params.logprobs is not None:
+        assert torch.equal(ours.logprobs.logprobs, theirs.logprobs.logprobs)
 
 
 def test_nan_takes_no_place_among_the_likely():

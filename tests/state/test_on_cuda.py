@@ -53,6 +53,7 @@ class Steps:
             temperature=self.temperature.device_tensor,
             positions=view.seq_lens.long(),
             stream=0,
+            scaled=True,
             out=self.sampled[:num_reqs, 0],
         )
         update_after_sample(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mrv2.kernels.attention_tile import attend_tile, score_factors
+from mrv2.kernels.dependent import await_previous, dependent_options, depends
 from mrv2.kernels.paged_attention_ref import attend_paged_ref
 from mrv2.kernels.registry import jit, kernel, tl, triton
 
@@ -39,9 +40,15 @@ class DecodeWorkspace:
 
     Args:
         processors: how many the work is spread over; None: the device's.
+        tile: how one program works; None: as `choose_tile` says.
+        splits: as `choose_splits` gives them; None: as it does.
     """
 
-    def __init__(self, processors: int | None = None) -> None:
+    def __init__(
+        self, processors: int | None = None, *, tile: Tile | None = None, splits: tuple[int, int] | None = None
+    ) -> None:
+        self.tile = tile
+        self.splits = splits
         self._processors = processors
         self._partials: dict[tuple[torch.device, int, int], Partials] = {}
 
@@ -137,9 +144,10 @@ def decode_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
-    tile = choose_tile(head_dim, cache.dtype)
+    tile = workspace.tile or choose_tile(head_dim, cache.dtype)
     reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
-    num_splits, min_split = choose_splits(num_decodes * kv_heads, reach, workspace.processors(q.device))
+    pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
+    num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
     _decode_attention_kernel[(kv_heads, num_splits, num_decodes)](
@@ -172,6 +180,7 @@ def decode_attention(
         COMBINE=32 if head_dim <= 128 else 16,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent_options(depends(q)),
     )
 
 
@@ -241,7 +250,9 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     i = tl.program_id(2).to(tl.int64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import rms_norm_ref
+from mrv2.kernels.dependent import await_previous, dependent_options, depends
 from mrv2.kernels.registry import jit, kernel, tl, triton
 
 _ELEMENTS = 1024
@@ -119,6 +120,7 @@ def qk_norm_rope_cache(
         K_NORM=k_weight is not None,
         HEADS=heads,
         BLOCK_DIM=block_dim,
+        **dependent_options(depends(qkv)),
     )
 
 
@@ -147,7 +149,9 @@ def _qk_norm_rope_cache_kernel(
     K_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, BLOCK_DIM)[None, :]

@@ -25,13 +25,16 @@ def sample_gumbel_ref(
     temperature: Tensor,
     positions: Tensor,
     stream: int,
+    scaled: bool,
     out: Tensor,
 ) -> None:
     """Torch twin of `sample_gumbel`."""
     row = rows.clamp(min=0).long()
-    scores = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     drawn = ((rows >= 0) & (temperature[row] > 0)).nonzero().flatten()
     if drawn.numel():
+        if not scaled:
+            scores[drawn] /= temperature[row[drawn]][:, None]
         scores.index_add_(0, drawn, gumbel_noise(seeds[row[drawn]], positions[drawn], stream, logits.shape[1]))
     if scores.is_cpu:  # NumPy's search is several times quicker, and takes the first of several maxima too
         out.copy_(torch.from_numpy(scores.numpy().argmax(1)))
@@ -48,6 +51,7 @@ def sample_gumbel(
     temperature: Tensor,
     positions: Tensor,
     stream: int,
+    scaled: bool,
     out: Tensor,
 ) -> None:
     """One token per request: argmax of logits plus noise, or of the logits alone where temperature is 0.
@@ -56,12 +60,13 @@ def sample_gumbel(
     (or its lowest +inf), so ids are always in range.
 
     Args:
-        logits: [num_reqs, vocab] float32, divided by the temperature, filtered tokens at -inf.
+        logits: [num_reqs, vocab], float32 or half precision; filtered tokens at -inf.
         rows: [num_reqs] int32; -1 for padding, which is treated as greedy.
         seeds: [max_rows] int64.
         temperature: [max_rows] float32.
         positions: [num_reqs] int64: absolute position that the token will have.
         stream: which of the independent draws at that position.
+        scaled: whether logits are divided by the temperature already; if not, that is done here, in float32.
         out: out, [num_reqs] int64.
     """
     num_reqs, vocab = logits.shape
@@ -81,6 +86,7 @@ def sample_gumbel(
         best,
         best_id,
         num_tiles,
+        SCALED=scaled,
         COUNTERS=_COUNTERS,
     )
     _reduce_tiles_kernel[(num_reqs,)](best, best_id, num_tiles, out, TILES=triton.next_power_of_2(num_tiles))
@@ -99,16 +105,19 @@ def _sample_gumbel_kernel(
     best,
     best_id,
     num_tiles,
+    SCALED: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     token = tile * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
-    score = tl.load(logits + i * logits_stride + token, mask=token < vocab, other=float("-inf"))
+    score = tl.load(logits + i * logits_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
     row = tl.load(rows + i).to(tl.int64)
     heat = tl.load(temperature + row, mask=row >= 0, other=0.0)
     if heat > 0:
+        if not SCALED:
+            score = tl.div_rn(score, heat)  # as exact as torch's: tokens must not depend on who divides
         counter = tile * COUNTERS + tl.arange(0, COUNTERS)
         zero = tl.zeros_like(counter)
         position = zero + tl.load(positions + i).to(tl.int32)

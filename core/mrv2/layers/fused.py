@@ -1,17 +1,22 @@
 """The native fused layers: compositions of the small ones, with the shortcuts that their order allows.
 
-On a GPU launches are what costs, and fused kernels take the place of everything between the products; on a CPU
-PyTorch's own operations are quicker than anything composed of loops over tokens.
+On a GPU launches are what costs, and fused kernels take the place of everything between the products, and for a few
+tokens of the products too; on a CPU PyTorch's own operations are quicker than anything composed of loops over tokens.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from mrv2.kernels.gate_normed import gate_normed
 from mrv2.kernels.gated_act import ACTIVATIONS, gated_act
+from mrv2.kernels.project_normed import project_normed
+from mrv2.kernels.project_onto import project_onto
 from mrv2.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from mrv2.kernels.vector_tile import takes_vectors
 from mrv2.layers.base import Stream
 from mrv2.layers.linear import Linear, PackedLinear
 from mrv2.layers.one_token import is_one_token
@@ -20,6 +25,17 @@ from mrv2.layers.small import Attention, RMSNorm
 
 if TYPE_CHECKING:
     from mrv2.layers.context import NativeContext
+
+
+FEW_TOKENS = 4
+"""Up to here products are bound by reading their weights once, and kernels of our own that do what lies beside the
+product are quicker than cuBLAS's and a launch for the rest. `benchmarks/tune_decode.py` says where that ends."""
+
+
+def are_few(x: Tensor, *sizes: int) -> bool:
+    """Whether `x` [num_tokens, hidden] is for the kernels of a few tokens, with products over rows of these `sizes`."""
+    half = x.dtype is torch.bfloat16 or x.dtype is torch.float16
+    return half and x.shape[0] <= FEW_TOKENS and x.is_contiguous() and takes_vectors(x, max(sizes))
 
 
 class SelfAttention(nn.Module):
@@ -68,9 +84,35 @@ class SelfAttention(nn.Module):
 
     def forward_fused(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
         """The same, with one kernel from the packed projection to the cache."""
-        norm, qkv_proj, qk_norms, rotary, o_proj, name, args = self.members
+        norm, qkv_proj, _, _, o_proj, _, args = self.members
+        if are_few(h.x, h.x.shape[1], args.num_heads * args.head_dim):
+            return self.forward_few(h, positions, ctx)
         x, residual = norm.add_fused(h)
-        qkv = qkv_proj.project(x)
+        return Stream(o_proj.project(self._attend(qkv_proj.project(x), positions, ctx)), residual)
+
+    def forward_few(self, h: Stream, positions: Tensor, ctx: NativeContext) -> Stream:
+        """The same for a few tokens, in four kernels; nothing is pending in the stream it returns."""
+        norm, qkv_proj, _, _, o_proj, _, _ = self.members
+        weight = qkv_proj.full_weight()
+        summed = None if h.residual is None else torch.empty_like(h.x)
+        qkv = h.x.new_empty(h.x.shape[0], weight.shape[0])
+        project_normed(
+            x=h.x,
+            residual=h.residual,
+            gain=norm.weight,
+            eps=norm.eps,
+            weight=weight,
+            bias=qkv_proj.bias,
+            summed=summed,
+            out=qkv,
+            tile=None,
+        )
+        attended = self._attend(qkv, positions, ctx)
+        return add_projected(o_proj, attended, h.x if summed is None else summed)
+
+    def _attend(self, qkv: Tensor, positions: Tensor, ctx: NativeContext) -> Tensor:
+        """From the packed projection to what the output projection takes, [num_tokens, num_heads * head_dim]."""
+        _, _, qk_norms, rotary, _, name, args = self.members
         angles = ctx.angles(rotary.table, positions, qkv.dtype)
         q_norm, k_norm = qk_norms or (None, None)
         cache, meta = ctx.cache_of(name)
@@ -87,8 +129,14 @@ class SelfAttention(nn.Module):
             cache=cache,
             q=q,
         )
-        out = ctx.attend(name, q, None, None, args).reshape(-1, args.num_heads * args.head_dim)
-        return Stream(o_proj.project(out), residual)
+        return ctx.attend(name, q, None, None, args).reshape(-1, args.num_heads * args.head_dim)
+
+
+def add_projected(linear: Linear, x: Tensor, residual: Tensor) -> Stream:
+    """`linear` of a few tokens, added to the stream."""
+    out = torch.empty_like(residual)
+    project_onto(x=x, weight=linear.full_weight(), bias=linear.bias, residual=residual, out=out, tile=None)
+    return Stream(out, None)
 
 
 class GatedMLP(nn.Module):
@@ -116,8 +164,30 @@ class GatedMLP(nn.Module):
     def forward_fused(self, h: Stream) -> Stream:
         """The same, with one kernel for the gate."""
         norm, gate_up_proj, down_proj, _ = self.members
+        if are_few(h.x, h.x.shape[1], gate_up_proj.full_weight().shape[0] // 2):
+            return self.forward_few(h)
         x, residual = norm.add_fused(h)
         gate_up = gate_up_proj.project(x)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_act(gate_up=gate_up, act=self.act, out=gated)
         return Stream(down_proj.project(gated), residual)
+
+    def forward_few(self, h: Stream) -> Stream:
+        """The same for a few tokens, in two kernels; nothing is pending in the stream it returns."""
+        norm, gate_up_proj, down_proj, _ = self.members
+        weight = gate_up_proj.full_weight()
+        summed = None if h.residual is None else torch.empty_like(h.x)
+        gated = h.x.new_empty(h.x.shape[0], weight.shape[0] // 2)
+        gate_normed(
+            x=h.x,
+            residual=h.residual,
+            gain=norm.weight,
+            eps=norm.eps,
+            weight=weight,
+            bias=gate_up_proj.bias,
+            act=self.act,
+            summed=summed,
+            out=gated,
+            tile=None,
+        )
+        return add_projected(down_proj, gated, h.x if summed is None else summed)

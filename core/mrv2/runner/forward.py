@@ -71,10 +71,10 @@ class ForwardPass:
         return hidden
 
     def logits(self, hidden: Tensor, view: StepView) -> Tensor:
-        """Logits of each request's last token, [num_reqs, vocab] float32."""
+        """Logits of each request's last token, [num_reqs, vocab] in the model's dtype."""
         head: nn.Module = self.model.lm_head  # type: ignore[assignment]
         logits: Tensor = head(hidden[view.logits_indices])
-        return logits.float()
+        return logits
 
     def greedy(self, hidden: Tensor, view: StepView) -> Tensor | None:
         """The most likely next tokens, [num_reqs] int64, where the head has them without all logits."""

@@ -150,6 +150,8 @@ class Runner:
             if token_ids is not None:
                 return SamplerOutput(token_ids, None)
         logits = self._forward.logits(hidden, view)
+        if not self._own_sampler:
+            logits = logits.float()  # an adapter's is promised that
         # The token after the last computed one: its position is the length after this step.
         output: SamplerOutput = self._sampler(logits, view.rows, view.seq_lens.long(), needs)
         return output

@@ -65,7 +65,7 @@ class SyncRunner:
 
         self._forward.copy_blocks(plan.copies)
         view = self._view(plan)
-        logits = self._forward.logits(self._forward.hidden(view), view)
+        logits = self._forward.logits(self._forward.hidden(view), view).float()
         sampled = self._sampler(logits, view.rows, view.seq_lens.long(), self._sampling.needs(plan.rows_np))
         num_sampled = [
             self._write_back(int(row), int(take), int(token))

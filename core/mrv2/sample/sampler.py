@@ -51,7 +51,8 @@ class Sampler:
         """Sample.
 
         Args:
-            logits: [num_reqs, vocab] float32; not changed.
+            logits: [num_reqs, vocab], float32 or half precision, which is widened where it is read: a copy in float32
+                would take longer than the draw. Not changed.
             rows: [num_reqs] int32; padding may hold -1, its tokens mean nothing.
             positions: [num_reqs] int64, the position that each new token will have.
             needs: what the batch asks for.
@@ -65,22 +66,24 @@ class Sampler:
             "stream": DRAW_STREAM,
             "out": token_ids,
         }
-        scores = self._scaled(logits, rows.clamp(min=0).long(), needs) if needs.random else logits
         if needs.top_k or needs.top_p:
-            ranked, ids = rank(scores, needs.num_ranks)
+            ranked, ids = rank(self._scaled(logits, rows, needs), needs.num_ranks)
             sample_ranked(ranked=ranked, ids=ids, top_k=self.states.top_k, top_p=self.states.top_p, **draw)
+        elif needs.min_p:
+            sample_gumbel(logits=self._scaled(logits, rows, needs), scaled=True, **draw)
         else:
-            sample_gumbel(logits=scores, **draw)
+            sample_gumbel(logits=logits, scaled=False, **draw)
         if needs.num_logprobs is None:
             return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, top_logprobs(logits, token_ids, needs.num_logprobs))
+        return SamplerOutput(token_ids, top_logprobs(logits.float(), token_ids, needs.num_logprobs))
 
-    def _scaled(self, logits: Tensor, at: Tensor, needs: SamplerNeeds) -> Tensor:
-        """Logits over the temperature, those that min-p drops at -inf."""
+    def _scaled(self, logits: Tensor, rows: Tensor, needs: SamplerNeeds) -> Tensor:
+        """Logits over the temperature in float32, those that min-p drops at -inf."""
+        at = rows.clamp(min=0).long()
         temperature = self.states.temperature[at]
+        # The divisor has an axis, so half precision is widened before the division.
         scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        if needs.min_p or needs.top_k or needs.top_p:  # NaN would rank first and take every place
-            scores = scores.masked_fill_(scores.isnan(), float("-inf"))
+        scores = scores.masked_fill_(scores.isnan(), float("-inf"))  # NaN would rank first and take every place
         return apply_min_p(scores, self.states.min_p[at]) if needs.min_p else scores
 
 
