@@ -12,7 +12,7 @@ What to change for which outcome (`best` names the winners):
 - products: `ELEMENTS` and `WARPS` in core/mrv2/kernels/vector_tile.py, if another (rows, warps) wins at one token;
   `FEW_TOKENS` in core/mrv2/layers/fused.py, the most tokens at which the sum over a layer (`layer`) is below cuBLAS's.
 - attention: `choose_tile` and `choose_splits` in core/mrv2/kernels/decode_attention.py.
-- step: `DEPENDENT_LAUNCH` in core/mrv2/kernels/dependent.py, if `dependent` is quicker and `same_tokens` is true.
+- step: `DEPENDENT_TOKENS` in core/mrv2/kernels/dependent.py, up to where `dependent` is quicker (and `same_tokens` true).
 """
 
 from __future__ import annotations
@@ -372,12 +372,12 @@ WAYS = {"cublas": (0, False), "cublas dependent": (0, True), "few": (8, False), 
 
 @contextmanager
 def constants(few_tokens: int, dependent_launch: bool) -> Iterator[None]:
-    before = fused.FEW_TOKENS, dependent.DEPENDENT_LAUNCH
-    fused.FEW_TOKENS, dependent.DEPENDENT_LAUNCH = few_tokens, dependent_launch
+    before = fused.FEW_TOKENS, dependent.DEPENDENT_TOKENS
+    fused.FEW_TOKENS, dependent.DEPENDENT_TOKENS = few_tokens, 1 << 30 if dependent_launch else 0
     try:
         yield
     finally:
-        fused.FEW_TOKENS, dependent.DEPENDENT_LAUNCH = before
+        fused.FEW_TOKENS, dependent.DEPENDENT_TOKENS = before
 
 
 def random_model(**changes: Any) -> Any:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from mrv2.kernels.registry import jit, tl
 
-DEPENDENT_LAUNCH = False
-"""Whether that is done, on GPUs of compute capability 9 and up. `benchmarks/tune_decode.py` measures both."""
+DEPENDENT_TOKENS = 4
+"""Up to how many tokens that is done, on GPUs of compute capability 9 and up: while all of a layer's kernels do it.
+With cuBLAS's between them it gains nothing. `benchmarks/tune_decode.py` measures both."""
 
 
 def depends(x: Tensor) -> bool:
-    """Whether kernels over `x` are launched so."""
-    return DEPENDENT_LAUNCH and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    """Whether kernels over the tokens `x` [num_tokens, ...] are launched so."""
+    return x.shape[0] <= DEPENDENT_TOKENS and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def dependent_options(dependent: bool) -> dict[str, Any]:
