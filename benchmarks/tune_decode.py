@@ -12,7 +12,7 @@ What to change for which outcome (`best` names the winners):
 - products: `ELEMENTS` and `WARPS` in core/mrv2/kernels/vector_tile.py, if another (rows, warps) wins at one token;
   `FEW_TOKENS` in core/mrv2/layers/fused.py, the most tokens at which the sum over a layer (`layer`) is below cuBLAS's.
 - attention: `choose_tile` and `choose_splits` in core/mrv2/kernels/decode_attention.py.
-- step: `DEPENDENT_TOKENS` in core/mrv2/kernels/dependent.py, up to where `dependent` is quicker (and `same_tokens` true).
+- step: `DEPENDENT_TOKENS` in core/mrv2/kernels/dependent.py, where `dependent` is quicker, `same_tokens` true.
 """
 
 from __future__ import annotations
