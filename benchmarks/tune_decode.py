@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from timing import copy_bandwidth, environment
 
 from mrv2.kernels import add_rms_norm, dependent, gated_act
-from mrv2.kernels.decode_attention import DecodeWorkspace, Splits, Tile, choose_splits, choose_tile, decode_attention
+from mrv2.kernels.decode_attention import DecodeWorkspace, Tile, choose_splits, choose_tile, decode_attention
 from mrv2.kernels.gate_normed import gate_normed
 from mrv2.kernels.project_normed import project_normed
 from mrv2.kernels.project_onto import project_onto
@@ -215,15 +215,14 @@ def product_cases() -> Iterator[Case]:
 # -- attention ---------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT, BOUND = 16, 8, 128, 16, 288, 1024
-TILES = [Tile(64, 4, 5), Tile(64, 4, 3), Tile(64, 4, 7), Tile(32, 4, 3), Tile(32, 4, 5), Tile(32, 4, 7), Tile(32, 4, 9)]
-TILES += [Tile(128, 4, 3), Tile(128, 8, 3), Tile(128, 8, 5), Tile(64, 8, 5), Tile(32, 2, 7)]
+TILES = [Tile(64, 4, 3), Tile(32, 4, 3), Tile(32, 4, 4), Tile(64, 4, 2), Tile(64, 4, 4), Tile(128, 4, 2)]
+TILES += [Tile(128, 8, 2), Tile(32, 2, 4), Tile(16, 2, 4), Tile(64, 8, 3)]
 SPLITS = {
-    1: [Splits(8, 128, 512), Splits(8, 128, 0), Splits(16, 64, 0), Splits(4, 256, 0), Splits(32, 32, 0)],
-    32: [Splits(1, 1024, 0), Splits(2, 128, 0), Splits(2, 256, 0), Splits(3, 64, 0), Splits(5, 64, 0)],
-    128: [Splits(1, 1024, 0), Splits(2, 128, 0), Splits(3, 64, 0)],
-    256: [Splits(1, 1024, 0), Splits(2, 128, 0)],
+    1: [(16, 64), (8, 128), (4, 256), (2, 512), (1, 1024), (32, 32)],
+    32: [(1, 1024), (2, 128), (2, 256), (3, 64), (3, 128), (5, 64)],
+    128: [(1, 1024), (2, 128), (3, 64)],
+    256: [(1, 1024), (2, 128)],
 }
-"""The first of each is what `choose_splits` gives."""
 
 
 def make_attention(batch: int, context: int, workspace: DecodeWorkspace) -> Callable[[int], Launch]:
@@ -256,19 +255,16 @@ def make_attention(batch: int, context: int, workspace: DecodeWorkspace) -> Call
     return make
 
 
-def attention_key(s: Splits, t: Tile) -> str:
-    return f"splits {s.most}/{s.least}/{s.alone}, tile {t.keys} keys, {t.num_warps} warps, {t.num_stages} stages"
-
-
 def attention_cases() -> Iterator[Case]:
     for batch, splits in SPLITS.items():
         num_bytes = batch * CONTEXT * 2 * KV_HEADS * HEAD_DIM * 2
         group = {"batch": batch, "context": CONTEXT}
         for split in splits:
             for tile in TILES:
-                if batch == 256 and split.most > 1 and tile.keys == 128:
+                if batch >= 128 and split != splits[0] and tile.keys == 128:
                     continue
-                key = attention_key(split, tile)
+                key = f"splits {split[0]}, at least {split[1]}; {tile.keys} keys, {tile.num_warps} warps, "
+                key += f"{tile.num_stages} stages"
                 workspace = DecodeWorkspace(tile=tile, splits=split)
                 yield Case(group, key, num_bytes, make_attention(batch, CONTEXT, workspace))
 
@@ -348,8 +344,9 @@ def default_key(entry: dict[str, Any]) -> str:
         tile = choose_vector_tile(sizes[entry["product"]], matrices=2 if entry["product"] == "gate-up" else 1)
         return f"rows {tile.rows}, warps {tile.num_warps}"
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    splits = choose_splits(entry["batch"] * KV_HEADS, BOUND, processors)
-    return attention_key(splits, choose_tile(HEAD_DIM, torch.bfloat16))
+    splits, least = choose_splits(entry["batch"] * KV_HEADS, BOUND, processors)
+    t = choose_tile(HEAD_DIM, torch.bfloat16)
+    return f"splits {splits}, at least {least}; {t.keys} keys, {t.num_warps} warps, {t.num_stages} stages"
 
 
 def layer_sums(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -263,9 +263,9 @@ def test_score_factors() -> None:
 def test_splits_fit_the_workspace(processors: int) -> None:
     for num_pairs in (1, 2, 7, 16, 17, 63, 64, 100, 132, 133, 528, 529, 4096, 5000):
         for reach in (1, 100, 5000, 1 << 20):
-            num_splits, min_split, _ = choose_splits(num_pairs, reach, processors)
+            num_splits, min_split = choose_splits(num_pairs, reach, processors)
             assert num_splits == 1 or num_splits * num_pairs <= 32 * processors
             assert (num_splits - 1) * min_split < reach
-    assert choose_splits(8, 32768, 132) == (66, 128, 512)
-    assert choose_splits(2048, 1024, 132) == (1, 1024, 0)
-    assert choose_splits(512, 32768, 132) == (8, 1024, 0)
+    assert choose_splits(8, 32768, 132) == (66, 128)
+    assert choose_splits(2048, 1024, 132) == (1, 1024)
+    assert choose_splits(512, 32768, 132) == (8, 1024)

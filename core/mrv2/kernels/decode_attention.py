@@ -10,7 +10,6 @@ The program that finishes a request's last split combines them all, so one launc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +32,6 @@ class Partials:
     arrived: Tensor  # [slots] int32, by i * num_kv_heads + kv_head: splits done; 0 between launches
 
 
-class Splits(NamedTuple):
-    """How the keys of a pair of request and key head are split."""
-
-    most: int  # programs per pair
-    least: int  # keys of a split, unless the request ends
-    alone: int  # up to so many keys aren't split
-
-
 class DecodeWorkspace:
     """Memory for partial results, at addresses that never change: captured graphs hold on to them.
 
@@ -54,7 +45,7 @@ class DecodeWorkspace:
     """
 
     def __init__(
-        self, processors: int | None = None, *, tile: Tile | None = None, splits: Splits | None = None
+        self, processors: int | None = None, *, tile: Tile | None = None, splits: tuple[int, int] | None = None
     ) -> None:
         self.tile = tile
         self.splits = splits
@@ -156,10 +147,10 @@ def decode_attention(
     tile = workspace.tile or choose_tile(head_dim, cache.dtype)
     reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
     pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
-    splits = workspace.splits or choose_splits(pairs, reach, processors)
+    num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
-    _decode_attention_kernel[(kv_heads, splits.most, num_decodes)](
+    _decode_attention_kernel[(kv_heads, num_splits, num_decodes)](
         q,
         cache,
         block_table,
@@ -175,9 +166,8 @@ def decode_attention(
         block_table.stride(0),
         factor,
         cap,
-        splits.most,
-        splits.least,
-        splits.alone,
+        num_splits,
+        min_split,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -194,12 +184,11 @@ def decode_attention(
     )
 
 
-def choose_splits(num_pairs: int, reach: int, processors: int) -> Splits:
-    """How requests are split among programs. Lengths are known to the device only.
+def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int]:
+    """Programs per pair of request and key head, and tokens that a split is at least given.
 
-    Few pairs are split until all processors are busy, unless they are so short that one program is done before several
-    have combined their results. Many are split only where they are long, so that one long request among short ones
-    isn't left to a few programs.
+    Lengths are known to the device only. Few pairs are split until all processors are busy. Many are split
+    only where they are long, so that one long request among short ones isn't left to a few programs.
 
     Args:
         num_pairs: requests times key heads.
@@ -207,19 +196,15 @@ def choose_splits(num_pairs: int, reach: int, processors: int) -> Splits:
         processors: multiprocessors of the device.
     """
     if num_pairs <= processors:
-        most, least, alone = triton.cdiv(4 * processors, num_pairs), 128, 512
+        most, min_split = triton.cdiv(4 * processors, num_pairs), 128
     else:
-        most, least, alone = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024, 0
-    return Splits(max(1, min(most, triton.cdiv(reach, least))), least, alone)
+        most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
+    return max(1, min(most, triton.cdiv(reach, min_split))), min_split
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one program works: keys per iteration, and what the compiler is told.
-
-    Of the stages the compiler spends one of two on block ids: with 3 or 4 one tile is on its way, none while another is
-    in use, with 5 or 6 two, with 7 three.
-    """
+    """How one program works: keys per iteration, and what the compiler is told."""
 
     keys: int
     num_warps: int
@@ -232,11 +217,11 @@ def choose_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
         return Tile(keys=32, num_warps=8, num_stages=2)
     if wide <= 128:
-        return Tile(keys=64, num_warps=4, num_stages=5)
-    return Tile(keys=32, num_warps=4, num_stages=5)
+        return Tile(keys=64, num_warps=4, num_stages=3)
+    return Tile(keys=32, num_warps=4, num_stages=3)
 
 
-@jit(do_not_specialize=["table_stride", "num_splits", "min_split", "alone"])
+@jit(do_not_specialize=["table_stride", "num_splits", "min_split"])
 def _decode_attention_kernel(
     q,
     cache,
@@ -255,7 +240,6 @@ def _decode_attention_kernel(
     cap,
     num_splits,
     min_split,
-    alone,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -279,7 +263,6 @@ def _decode_attention_kernel(
     first = lo // BLOCK_N * BLOCK_N
     # A request's own length is split, not the bound: whatever the bound, all splits get the same work.
     size = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
-    size = tl.where(seq_len - first <= alone, alone, size)
     size = tl.maximum(size, min_split)
     used = tl.cdiv(seq_len - first, size)
     begin = first + split * size
