@@ -61,6 +61,7 @@ def test_float32_is_not_rounded_to_fewer_bits(head_dim: int, window: int | None)
     torch.testing.assert_close(run(batch, TritonAttention()).double(), attend_naive(batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.alone
 def test_blocks_past_two_to_the_31_elements() -> None:
     small = make_paged_batch(
         lens=[(1000, 1), (37, 1), (40, 200)], num_heads=16, num_kv_heads=8, head_dim=128, block_size=16

@@ -224,6 +224,7 @@ for future in llm.submit(["the cat", "d", "the rat"], SamplingParams(max_tokens=
     assert len(done.stdout.split()) == 3, done.stderr
 
 
+@pytest.mark.alone
 def test_the_largest_step_fits_beside_the_cache(tmp_path):
     config = LlamaConfig(
         vocab_size=150_000,
