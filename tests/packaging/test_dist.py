@@ -71,6 +71,6 @@ def test_an_adapter_installed_alone_brings_the_core(dist, tmp_path):
     assert entry["distribution"] == "mrv2-adapter-qwen"
     assert entry["version"] == "0.1.0"
     assert entry["sdk_api"] == "0.1"
-    assert entry["architectures"] == ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-    assert entry["capabilities"]["chunked_prefill"] == "native"
+    assert entry["architectures"] == ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+    assert entry["capabilities"]["chunked_prefill"] == "both"
     assert "qwen" in run(python, "-m", "mrv2", "doctor", cwd=tmp_path, env=env)
