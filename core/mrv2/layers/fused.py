@@ -33,8 +33,8 @@ product are quicker than cuBLAS's and a launch for the rest. `benchmarks/tune_de
 
 EXTRA_PRODUCTS = 32 << 20
 """What the launches saved are worth: weights multiplied by a second token and on, which those kernels do one by one.
-Measured on an H200: a layer of Qwen3-0.6B's shape gains up to 4 tokens (27 µs against 31), one of Llama-8B's at 1 (110
-against 125)."""
+Measured on an H200: a layer of hidden size 1024 and MLP 3072 gains up to 4 tokens (27 µs against 31), one of 4096 and
+14336 at 1 (110 against 125)."""
 
 
 def are_few(x: Tensor, *linears: LinearBase) -> bool:
