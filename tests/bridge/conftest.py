@@ -2,12 +2,18 @@
 
 import contextlib
 import importlib.util
+import json
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+
+from mrv2.testing.checkpoints import edit_config, make_checkpoint, read_tensors
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "samples"
@@ -89,6 +95,7 @@ def generate():
         results = []
         for out in outs:
             tokens = list(out.outputs[0].token_ids)
+            assert len(tokens) == n
             logprobs = [step[t].logprob for step, t in zip(out.outputs[0].logprobs, tokens, strict=True)]
             results.append((tokens, logprobs, out.num_cached_tokens))
         return results
@@ -116,3 +123,118 @@ def preemptions():
         return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
     return count
+
+
+# -- what models should compute ----------------------------------------------------------------------------
+
+
+class Oracle:
+    """A checkpoint and what it computes, by a reference that shares no code with either host.
+
+    Args:
+        folder: the checkpoint.
+        architecture: what vLLM should run it as.
+        logprobs: (token ids, options of the request) to [len(ids), vocab].
+    """
+
+    def __init__(self, folder, architecture, logprobs):
+        self.folder = folder
+        self.architecture = architecture
+        self.settings = {"hf_overrides": {"architectures": [architecture]}}
+        self.logprobs = logprobs
+
+    def check(self, prompts, results, options=None):
+        """Tokens are the reference's greedy ones, and log-probabilities within 1e-4 at every token."""
+        for prompt, (tokens, logprobs, _), option in zip(prompts, results, options or [{}] * len(prompts), strict=True):
+            want = self.logprobs([*prompt, *tokens], option)[len(prompt) - 1 : -1]
+            assert tokens == want.argmax(-1).tolist()
+            # A decaying state hides a wrong start from the tokens, not from the log-probabilities.
+            assert max(abs(float(w.max()) - got) for w, got in zip(want, logprobs, strict=True)) < 1e-4
+
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory):
+    """family("LlamaConfig", **changes): an oracle of a tiny model of transformers', under our name in vLLM."""
+    made = {}
+
+    def make(config_class, **changes):
+        key = json.dumps([config_class, changes], sort_keys=True)
+        if key not in made:
+            config = getattr(transformers, config_class)(**(SIZES | changes))
+            folder = make_checkpoint(tmp_path_factory.mktemp(config_class) / "model", config, seed=4)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+
+            @torch.inference_mode()
+            def logprobs(ids, options):
+                return model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+
+            architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+            made[key] = Oracle(folder, f"Mrv2{architecture}", logprobs)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tidal(tmp_path_factory):
+    """tidal(**changes): an oracle of the sample with mixers of its own, whose reference is beside it."""
+    from recurrent import reference
+    from recurrent.config import TidalConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+    def make(**changes):
+        folder = tmp_path_factory.mktemp("tidal") / "model"
+        config = TidalConfig(**(sizes | {"max_position_embeddings": 256} | changes))
+        model = reference.Reference(reference.make_checkpoint(folder, config, seed=3))
+        return Oracle(folder, "TidalForCausalLM", lambda ids, options: model(tuple(ids)).log_softmax(-1))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def scaled(tmp_path_factory):
+    """The sample with an extra input: embeddings times (1 + the request's scale * position)."""
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("scaled") / "model",
+        transformers.LlamaConfig(**(SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1})),
+        seed=2,
+    )
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    table = read_tensors(folder)["model.embed_tokens.weight"]
+    edit_config(folder, architectures=["ScaledForCausalLM"])
+
+    @torch.inference_mode()
+    def logprobs(ids, options):
+        x = table[ids] * (1 + options.get("scale", 0.0) * torch.arange(len(ids)))[:, None]
+        return model(inputs_embeds=x[None], use_cache=False).logits[0].log_softmax(-1)
+
+    return Oracle(folder, "ScaledForCausalLM", logprobs)
+
+
+@pytest.fixture(scope="session")
+def ragged():
+    """ragged(lens): prompts of these lengths."""
+
+    def make(lens, seed=0):
+        rng = random.Random(seed)
+        return [[rng.randrange(SIZES["vocab_size"]) for _ in range(n)] for n in lens]
+
+    return make

@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from mrv2 import DefaultModelState
 from mrv2.bridge import checks, plugin, versions
 from mrv2.bridge.environment import check_plugins
 from mrv2.errors import (
@@ -154,6 +155,17 @@ def test_an_unlisted_version_runs_if_nothing_we_touch_differs(caplog):
         with pytest.raises(VllmVersionError) as caught:
             versions.compare(version, found, known)
         assert f"{name} is (self, everything), was {known[versions.installed()][name]}" in str(caught.value)
+
+
+def test_a_state_that_asks_for_tokens_on_every_stage():
+    class Counting(DefaultModelState):
+        def after_sample(self, view, num_sampled):
+            pass
+
+    checks.check_stages(Counting, 1)
+    checks.check_stages(DefaultModelState, 2)
+    with pytest.raises(UnsupportedError, match=r"(?s)Counting overrides after_sample.*do without stages"):
+        checks.check_stages(Counting, 2)
 
 
 def test_every_setting_that_is_asked_about_is_a_capability():

@@ -8,8 +8,9 @@ from typing import Any
 
 from mrv2.adapter import LoadedAdapter, require
 from mrv2.bridge.versions import check_version
-from mrv2.errors import StaleInspectionError, VllmRunnerError
+from mrv2.errors import StaleInspectionError, UnsupportedError, VllmRunnerError
 from mrv2.manifest import Capability
+from mrv2.model_state.base import ModelState
 
 Asked = Callable[[Any], str]
 """A vLLM config to the setting that asks for a capability, or an empty string."""
@@ -68,6 +69,20 @@ def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
         if setting := asked(config):
             require(capability, "vllm", adapter.entry, setting=setting)
     _check_inspection(config, model)
+
+
+def check_stages(state: type[ModelState], stages: int) -> None:
+    """Earlier pipeline stages hear of sampled tokens steps later, when their step has no view any more.
+
+    Raises:
+        UnsupportedError: there are stages, and `state` wants to be called after sampling.
+    """
+    if stages > 1 and state.after_sample is not ModelState.after_sample:
+        raise UnsupportedError(
+            f"{state.__module__}.{state.__qualname__} overrides after_sample, which vLLM can't call on every stage",
+            where=f"pipeline_parallel_size {stages}",
+            fix="do without stages, or do the work in before_forward of the next step",
+        )
 
 
 def _check_inspection(config: Any, model: type) -> None:

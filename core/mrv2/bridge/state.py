@@ -8,7 +8,8 @@ graph capture `prepare_dummy_inputs`.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState as VllmMod
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from mrv2.attn.groups import KVGroup
+from mrv2.bridge.checks import check_stages
 from mrv2.bridge.groups import bound_caches, kv_groups
 from mrv2.bridge.request import request_data
 from mrv2.bridge.view import Views
@@ -40,6 +42,7 @@ class BridgeMixin:
         super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
         own = self.mrv2_state_class
         _refuse_native_only(own)
+        check_stages(own, vllm_config.parallel_config.pipeline_parallel_size)
         self.limits = Limits(
             max_rows=vllm_config.scheduler_config.max_num_seqs,
             max_num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -52,11 +55,14 @@ class BridgeMixin:
         self._views = Views(self.limits)
         self._rows: dict[str, int] = {}  # of requests that `ours` knows
         self._dirty = False  # something was staged and not yet flushed
-        self._table: Any = None  # vLLM's request table, from its sampler or the first profiling run
+        self._table: Any = None  # vLLM's request table, from its sampler or the first call of `prepare_inputs`
+        self._late: Callable[[], None] | None = None  # what waits for the table
+        self._unseen = False  # a real step whose view `before_forward` hasn't had
         self._view: StepView | None = None  # of the last real step
         self._step = 0
         self._changed: tuple[list[tuple[int, str]], list[tuple[int, Any]]] = ([], [])
         self._plain = _adds_nothing(own, self.ours)
+        self._asks_after = own.after_sample is not ModelState.after_sample
 
     # -- host side ---------------------------------------------------------------------------------------
 
@@ -97,9 +103,9 @@ class BridgeMixin:
         """Only of real steps, and the first call of one: host work is staged and flushed here."""
         if not self._plain:
             self._stage(input_batch)
-            assert self._table is not None, "a step before any profiling run, and without a sampler"
-            self._view = self._views.step(input_batch, self._table, block_tables=tuple(block_tables))
-            self.ours.before_forward(self._view)
+            self._unseen = True
+            if self._table is not None:
+                self._begin(self._views.step(input_batch, self._table, block_tables=tuple(block_tables)))
         super().preprocess_state(input_batch, block_tables, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_attn(
@@ -122,13 +128,13 @@ class BridgeMixin:
             for one in group
             if isinstance(builder := one.get_metadata_builder(0), CacheBuilder)
         ]
-        if not self._plain and self._table is not None:
-            self._view = self._views.step(
-                input_batch, self._table, block_tables=tuple(block_tables), slot_mappings=slot_mappings
-            )
-            extras = self.ours.attn_extras(self._view)
-            for i, builder in builders:
-                builder.extras = extras.get(self._groups[i].name, {}) if extras else {}
+        if not self._plain:
+            view = partial(self._views.step, block_tables=tuple(block_tables), slot_mappings=slot_mappings)
+            self._late = partial(self._attend, lambda: view(input_batch, self._table), builders)
+            for _, builder in builders:
+                builder.extras = {}  # the metadata's too, so that `_attend` may come after it is built
+            if self._table is not None:
+                self._run_late()
         if self.vllm_config.num_speculative_tokens and isinstance(self, MambaHybridModelState):
             self._tell_accepted(input_batch, [b for _, b in builders if b.states])
         return super().prepare_attn(  # type: ignore[misc]
@@ -141,6 +147,8 @@ class BridgeMixin:
         self._table = req_states
         if self._plain:
             return inputs
+        if self._unseen:  # the first step of all, where no sampler and no profiling run came before it
+            self._run_late()
         view = self._view
         if view is None or view.num_tokens != input_batch.num_tokens_after_padding:  # a profiling run
             view = self._views.step(input_batch, req_states)
@@ -155,7 +163,7 @@ class BridgeMixin:
         """After write-back; `num_sampled` is 0 where a step sampled nothing."""
         super().postprocess_state(idx_mapping, num_sampled, *args, **kwargs)  # type: ignore[misc]
         view = self._view
-        if self._plain or view is None or len(idx_mapping) > view.num_reqs:
+        if not self._asks_after or view is None or len(idx_mapping) > view.num_reqs:
             return
         if isinstance(num_sampled, int):
             num_sampled = torch.full((len(idx_mapping),), num_sampled, dtype=torch.int32, device=self.limits.device)
@@ -176,6 +184,25 @@ class BridgeMixin:
         layers = self.vllm_config.compilation_config.static_forward_context
         self.ours.groups = self._groups = kv_groups(kv_cache_config, layers)
         self.ours.bind_kv_cache(bound_caches(kv_cache_config, layers))
+
+    def _begin(self, view: StepView) -> None:
+        """The adapter's first look at a real step."""
+        self._view, self._unseen = view, False
+        self.ours.before_forward(view)
+
+    def _attend(self, view: Callable[[], StepView], builders: list[tuple[int, CacheBuilder]]) -> None:
+        """The adapter's metadata, of its groups' builders."""
+        self._view = now = view()
+        if self._unseen:
+            self._begin(now)
+        extras = self.ours.attn_extras(now)
+        for i, builder in builders:
+            builder.extras |= extras.get(self._groups[i].name, {}) if extras else {}
+
+    def _run_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            late()
 
     def _stage(self, batch: Any) -> None:
         """`stage_step`, then the flush."""

@@ -6,6 +6,9 @@
 # [capabilities]
 # chunked_prefill = "both"
 # prefix_caching = "both"
+# tensor_parallel = "vllm"
+# pipeline_parallel = "vllm"
+# speculation = "vllm"
 # ///
 """An adapter with an extra input per token, from an option per request."""
 

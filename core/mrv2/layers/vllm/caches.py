@@ -73,7 +73,7 @@ class CacheBuilder(AttentionMetadataBuilder[CacheMeta]):
         scheduler, self._drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
         rows = scheduler.max_num_seqs
         self.states = isinstance(kv_cache_spec, MambaSpec)
-        self.extras: Mapping[str, Tensor] = {}  # of this step, from `ModelState.attn_extras`
+        self.extras: dict[str, Tensor] = {}  # of this step, from `ModelState.attn_extras`; also the metadata's
         self.read_col = torch.zeros(rows, dtype=torch.int32, device=device)
         self.verify = torch.zeros(rows, dtype=torch.bool, device=device)
         self._slots = torch.zeros(rows, 1 + self._drafts, dtype=torch.int32, device=device)

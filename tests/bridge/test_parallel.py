@@ -1,0 +1,133 @@
+"""Several processes: an engine apart from the front end, ranks of a layer, stages of the stack; and steps in flight."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENS = (1, 3, 70, 17, 33, 12, 5, 40)
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+EVEN = {"decay_heads": 4, "biased_heads": 4}  # what two ranks can divide
+SCALES = [0.0, 0.5, -0.3, 0.5, 2.0, 0.0, 0.1, 1.0]
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture
+def model(family, tidal, scaled):
+    def make(name):
+        if name == "dense":
+            return family("LlamaConfig", tie_word_embeddings=True)
+        if name == "moe":
+            return family("Qwen3MoeConfig", **MOE)
+        return scaled if name == "input" else tidal(**EVEN)
+
+    return make
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """An engine in a process of its own, and workers in theirs."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of a function that looks at the workers' models
+
+
+@pytest.fixture
+def platform_sets(monkeypatch):
+    """platform_sets(change): what vLLM's CPU platform decides about a config, corrected by `change(config)`."""
+    from vllm.platforms import current_platform
+
+    decide = current_platform.check_and_update_config
+
+    def make(change):
+        def decided(config):
+            decide(config)
+            change(config)
+
+        monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(decided))
+
+    return make
+
+
+def look(llm):
+    """Of each worker: its process, its model's class, and the names of its layers with caches."""
+
+    def seen(worker):
+        import os
+
+        runner = worker.model_runner
+        caches = runner.vllm_config.compilation_config.static_forward_context
+        return os.getpid(), type(runner).__name__, type(runner.model).__name__, sorted(caches)
+
+    return llm.collective_rpc(seen)
+
+
+def check(one, llm, generate, prompts):
+    options = [{"scale": s} if s and one.architecture.startswith("Scaled") else {} for s in SCALES]
+    one.check(prompts, generate(llm, prompts, 12, options), options)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "recurrent", "input"])
+def test_ranks(name, model, processes, engine, generate, ragged):
+    one = model(name)
+    caching = name != "input"  # the value isn't part of a block's key
+    with engine(one.folder, **one.settings, **TENSOR, enable_prefix_caching=caching, max_num_batched_tokens=48) as llm:
+        (first, *one_worker), (second, *other_worker) = look(llm)
+        assert first != second
+        assert one_worker == other_worker
+        assert one_worker[:2] == ["CPUModelRunner", one.architecture]
+        prompts = ragged(LENS)
+        check(one, llm, generate, prompts)
+        check(one, llm, generate, prompts)  # prefix hits
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "recurrent", "input"])
+def test_stages(name, model, processes, engine, generate, ragged):
+    one = model(name)
+    caching = name != "input"
+    with engine(
+        one.folder, **one.settings, **PIPELINE, enable_prefix_caching=caching, max_num_batched_tokens=48
+    ) as llm:
+        (first, *_, early), (second, *_, late) = look(llm)
+        assert first != second
+        assert early
+        assert late
+        assert not set(early) & set(late)
+        prompts = ragged(LENS)
+        check(one, llm, generate, prompts)
+        check(one, llm, generate, prompts)
+
+
+def test_a_stage_without_states(tidal, processes, engine, generate, ragged):
+    one = tidal(mixers=["decay", "average", "attention", "biased"])
+    with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
+        prompts = ragged(LENS)
+        check(one, llm, generate, prompts)
+        check(one, llm, generate, prompts)
+
+
+@pytest.mark.parametrize("name", ["dense", "recurrent", "input"])
+def test_steps_in_flight(name, model, platform_sets, engine, generate, ragged):
+    """A step is scheduled before the tokens of the one before are known. vLLM never does so on a CPU by itself."""
+    platform_sets(lambda config: setattr(config.scheduler_config, "async_scheduling", True))
+    one = model(name)
+    with engine(one.folder, **one.settings, enable_prefix_caching=name != "input", max_num_batched_tokens=48) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert type(core.scheduler).__name__ == "AsyncScheduler"
+        assert core.batch_queue_size == 2
+        prompts = ragged(LENS)
+        check(one, llm, generate, prompts)
+        check(one, llm, generate, prompts)
+
+
+def test_forked_workers_and_steps_in_flight(model, processes, platform_sets, engine, generate, ragged, monkeypatch):
+    """Stages in forked processes, each with a step under way."""
+
+    def decide(config):
+        config.scheduler_config.async_scheduling = True
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+
+    platform_sets(decide)
+    one = model("recurrent")
+    with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
+        assert llm.llm_engine.vllm_config.max_concurrent_batches == 3
+        check(one, llm, generate, ragged(LENS))
