@@ -56,9 +56,10 @@ class NativeContext:
 
     # -- for models and custom mixers --------------------------------------------------------------------
 
-    def embed(self, table: nn.Module, input_ids: Tensor) -> Stream:
+    def embed(self, table: nn.Module, input_ids: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Stream:
         """See `StepContext.embed`."""
-        return Stream(table(input_ids), None)
+        embedded = table(input_ids)
+        return Stream(embedded if then is None else then(embedded), None)
 
     def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
         """See `StepContext.run`."""

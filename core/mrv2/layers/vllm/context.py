@@ -43,12 +43,13 @@ class VllmContext:
         self.aux_layers = aux_layers
         self.aux: list[Tensor] = []
 
-    def embed(self, table: nn.Module, input_ids: Tensor) -> Stream:
+    def embed(self, table: nn.Module, input_ids: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Stream:
         """See `StepContext.embed`."""
         if not self.is_first:
             assert self.incoming is not None
             return Stream(self.incoming[HIDDEN], self.incoming[RESIDUAL])
-        return Stream(table(input_ids) if self.inputs_embeds is None else self.inputs_embeds, None)
+        embedded = table(input_ids) if self.inputs_embeds is None else self.inputs_embeds
+        return Stream(embedded if then is None else then(embedded), None)
 
     def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
         """See `StepContext.run`. Layers of other stages give back what they get."""
