@@ -37,7 +37,7 @@ class StepContext(Protocol):
     is_last: bool  # static per process: this pipeline stage produces the hidden states
 
     def embed(self, table: nn.Module, input_ids: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Stream:
-        """Look up `input_ids` [num_tokens], then `then(embedded)`; on later pipeline stages, the stream that arrived."""
+        """Look up `input_ids` [num_tokens], then `then(embedded)`; on later stages, the stream that arrived."""
         ...
 
     def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
