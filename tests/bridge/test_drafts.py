@@ -31,8 +31,8 @@ def test_n_grams_for_attention(family, engine, generate, ragged):
 def test_n_grams_for_states(prefix_caching, tidal, engine, generate, ragged):
     """States are rolled back to the last accepted token, and move from block to block on the way."""
     one = tidal()
-    prompts = ragged((1, 44, 17, 30))
+    prompts = ragged((1, 44, 17, 8, 30))
     with engine(
         one.folder, speculative_config=NGRAM, max_num_batched_tokens=24, enable_prefix_caching=prefix_caching
     ) as llm:
-        check(one, llm, generate, prompts, 24)
+        check(one, llm, generate, prompts, 60)
