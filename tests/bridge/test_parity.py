@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrv2 import Registry, SamplingParams
+from mrv2 import SamplingParams
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -33,9 +33,6 @@ LENS = (1, 3, 100, 17, 33, 70, 5, 12)
 def oracle(family):
     def make(name):
         config_class, changes = CONFIGS[name]
-        served = {a for e in Registry.discover().entries for a in e.architectures}
-        if config_class.replace("Config", "ForCausalLM") not in served:
-            pytest.skip(f"no adapter here has {config_class}")
         return family(config_class, **changes)
 
     return make

@@ -59,8 +59,7 @@ class ScaledForCausalLM(LlamaForCausalLM):
     parts = (ReqScale,)
 
     def forward(self, input_ids, positions, ctx, req_scale):
-        h = ctx.embed(self.model.embed_tokens, input_ids)
-        h = h._replace(x=h.x * (1 + req_scale[:, None]))
+        h = ctx.embed(self.model.embed_tokens, input_ids, lambda x: x * (1 + req_scale[:, None]))
         return ctx.finish(self.model.norm, ctx.run(self.model.layers, h, positions))
 
 

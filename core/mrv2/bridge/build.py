@@ -39,8 +39,9 @@ def hosted_class(hosted: Hosted, name: str, module: str) -> type[nn.Module]:
     try:
         if hosted.error is not None or hosted.registry is None:
             raise hosted.error or Mrv2Error(f"adapter {hosted.entry.name} can't be loaded", where=hosted.entry.where)
-        adapter = hosted.registry.load(hosted.entry)
         context = AdapterContext(architecture=architecture_of(name), host="vllm")
+        hosted.registry.find(context.architecture)  # raises if several claim it
+        adapter = hosted.registry.load(hosted.entry)
         return _build(adapter, context, name, module)
     except Exception as error:
         logger.error("%s can't be built: %s", name, error)

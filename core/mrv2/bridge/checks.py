@@ -11,6 +11,11 @@ from mrv2.bridge.versions import check_version
 from mrv2.errors import StaleInspectionError, UnsupportedError, VllmRunnerError
 from mrv2.manifest import Capability
 from mrv2.model_state.base import ModelState
+from mrv2.model_state.default import DefaultModelState
+from mrv2.model_state.graphs import GraphSupport
+
+NATIVE_ONLY = ("prepare_attn", "get_mm_embeddings")
+"""Methods of `ModelState` that vLLM's own code takes the place of."""
 
 Asked = Callable[[Any], str]
 """A vLLM config to the setting that asks for a capability, or an empty string."""
@@ -68,7 +73,47 @@ def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
     for capability, asked in ASKED.items():
         if setting := asked(config):
             require(capability, "vllm", adapter.entry, setting=setting)
+    if getattr(model, "is_hybrid", False):
+        require(Capability.RECURRENT, "vllm", adapter.entry, setting=f"a state per request in {model.__name__}")
     _check_inspection(config, model)
+
+
+def check_native_only(state: type[ModelState]) -> None:
+    """Some of what a state may override has no caller in vLLM.
+
+    Raises:
+        UnsupportedError: `state` overrides one of `NATIVE_ONLY`.
+    """
+    if found := [name for name in NATIVE_ONLY if _overrides(state, name)]:
+        raise UnsupportedError(
+            f"{state.__module__}.{state.__qualname__} overrides {' and '.join(found)}, which vLLM doesn't call",
+            where="mrv2_model_state",
+            fix="use attn_extras for attention metadata; run media in the native host",
+        )
+
+
+def check_graphs(state: ModelState, config: Any) -> None:
+    """VLLM captures what it wants, asking neither for support nor for a plan, and nothing of an adapter's own.
+
+    Raises:
+        UnsupportedError: graphs are on, and `state` has something to say about them.
+    """
+    if not (setting := _graphs(config)):
+        return
+    own = type(state)
+    found = [f"overrides {name}" for name in ("graph_plan", "capture_inner") if _overrides(own, name)]
+    if state.graph_support() is GraphSupport.NEVER:
+        found.append("says GraphSupport.NEVER")
+    if found:
+        raise UnsupportedError(
+            f"{own.__module__}.{own.__qualname__} {' and '.join(found)}, which vLLM doesn't ask for",
+            where=setting,
+            fix="give --enforce-eager, or run it in the native host",
+        )
+
+
+def _overrides(own: type[ModelState], name: str) -> bool:
+    return getattr(own, name) not in (getattr(ModelState, name), getattr(DefaultModelState, name))
 
 
 def check_stages(state: type[ModelState], stages: int) -> None:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from mrv2.adapter import LoadedAdapter
+from mrv2.adapter import LoadedAdapter, require
 from mrv2.attn.specs import PerRequest
 from mrv2.bridge.checks import check_engine
 from mrv2.bridge.weights import load_from_vllm
@@ -24,6 +24,7 @@ from mrv2.layers.vllm.context import HIDDEN, RESIDUAL, VllmContext
 from mrv2.layers.vllm.layer_set import VllmLayers
 from mrv2.layers.vllm.names import check_names
 from mrv2.loading import describe, raised_at, source_of
+from mrv2.manifest import Capability
 
 
 class HostMixin:
@@ -70,6 +71,9 @@ class HostMixin:
         self.mrv2_config = vllm_config
         self.mrv2_built = layers.built
         self._check_recurrent(vllm_config)
+        if layers.built.windows:
+            setting = f"a sliding window in {vllm_config.model_config.model}"
+            require(Capability.SLIDING_WINDOW, "vllm", self.mrv2_adapter.entry, setting=setting)
         self.requires_grad_(False)
         self.mrv2_first, self.mrv2_last = layers.is_first, layers.is_last
         if layers.built.logits is not None:

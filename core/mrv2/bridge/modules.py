@@ -34,6 +34,17 @@ class Hosted:
     registry: Registry | None
     error: Mrv2Error | None
 
+    def is_for(self, architecture: str) -> bool:
+        """Whether vLLM is to know this adapter's class for `architecture`. Where several claim it, that is the one
+        that a setting picks; if none does, each will do: its class says so when a model is built.
+        """
+        if self.registry is None or self.error is not None:
+            return True
+        try:
+            return self.registry.find(architecture) is self.entry
+        except Mrv2Error:
+            return True
+
 
 class HostedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and makes the modules. There is one, in `sys.meta_path`."""

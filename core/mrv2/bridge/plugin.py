@@ -38,7 +38,7 @@ def _register() -> None:
     modules = install(hosted)
     taken = {name for name, model in ModelRegistry.models.items() if getattr(model, "module_name", None) not in modules}
     for one in hosted:
-        for architecture in one.entry.architectures:
+        for architecture in filter(one.is_for, one.entry.architectures):
             for name in registered_names(architecture, taken):
                 ModelRegistry.register_model(name, f"{module_name(one.entry)}:{name}")
     register_configs([(one.entry, one.registry) for one in hosted if one.registry is not None and one.error is None])

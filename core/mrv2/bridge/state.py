@@ -19,18 +19,15 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState as VllmMod
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from mrv2.attn.groups import KVGroup
-from mrv2.bridge.checks import check_stages
+from mrv2.bridge.checks import check_graphs, check_native_only, check_stages
 from mrv2.bridge.groups import bound_caches, kv_groups
 from mrv2.bridge.request import request_data
 from mrv2.bridge.view import Views
-from mrv2.errors import UnsupportedError
 from mrv2.layers.vllm.caches import CacheBuilder, RequestState
 from mrv2.model_state.base import ModelState
+from mrv2.model_state.default import DefaultModelState
 from mrv2.state.plan import StepPlan
 from mrv2.state.view import Limits, StepView
-
-NATIVE_ONLY = ("prepare_attn", "get_mm_embeddings")
-"""Methods of `ModelState` that vLLM's own code takes the place of."""
 
 
 class BridgeMixin:
@@ -41,7 +38,7 @@ class BridgeMixin:
     def __init__(self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
         own = self.mrv2_state_class
-        _refuse_native_only(own)
+        check_native_only(own)
         check_stages(own, vllm_config.parallel_config.pipeline_parallel_size)
         self.limits = Limits(
             max_rows=vllm_config.scheduler_config.max_num_seqs,
@@ -52,6 +49,7 @@ class BridgeMixin:
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
         self.ours = own(model, self.limits, ())
+        check_graphs(self.ours, vllm_config)
         self._views = Views(self.limits)
         self._rows: dict[str, int] = {}  # of requests that `ours` knows
         self._dirty = False  # something was staged and not yet flushed
@@ -265,22 +263,4 @@ def bridged_state(own: type[ModelState], *, recurrent: bool) -> type:
 
 def _adds_nothing(own: type[ModelState], state: ModelState) -> bool:
     """Whether every step would do nothing: the default state without parts."""
-    from mrv2.model_state.default import DefaultModelState
-
     return own is DefaultModelState and not state.parts  # type: ignore[attr-defined]
-
-
-def _refuse_native_only(own: type[ModelState]) -> None:
-    from mrv2.model_state.default import DefaultModelState
-
-    found = [
-        name
-        for name in NATIVE_ONLY
-        if getattr(own, name) not in (getattr(ModelState, name), getattr(DefaultModelState, name))
-    ]
-    if found:
-        raise UnsupportedError(
-            f"{own.__module__}.{own.__qualname__} overrides {' and '.join(found)}, which vLLM doesn't call",
-            where="mrv2_model_state",
-            fix="use attn_extras for attention metadata; run media in the native host",
-        )

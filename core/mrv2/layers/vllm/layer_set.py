@@ -41,6 +41,7 @@ class Built:
     caches: list[CacheHandle] = field(default_factory=list)
     head: ParallelLMHead | None = None  # on the last pipeline stage
     logits: LogitsProcessor | None = None
+    windows: bool = False  # some attention has one
     hidden_scale: float = 1.0  # on hidden states before the head, see `lm_head`
     table: VocabParallelEmbedding | None = None  # of the first embedding, on the stages that have it
     hidden_size: int = 0  # of the first embedding
@@ -359,9 +360,9 @@ class VllmLayers(LayerSet):
         scale: float | None,
         soft_cap: float | None,
     ) -> Attention:
+        self.built.windows |= window is not None
         cache = self.config.cache_config
-        if window is None and cache.sliding_window is not None:
-            # Without a window of its own, vLLM's layer takes this one.
+        if window is None and cache.sliding_window is not None:  # vLLM's layer would take this one
             raise self._argument(
                 name, f"asks for full attention, and the config has a window of {cache.sliding_window} for all layers"
             )
