@@ -64,10 +64,13 @@ class Bench:
         loaded: the model.
         device: that it was loaded to.
         graphable: run only what could be captured: attention kernels (their twins on a CPU), no shortcuts.
+        poison: whether what nobody has written holds NaN, or zeros.
         seed: of the order of blocks.
     """
 
-    def __init__(self, loaded: LoadedModel, *, device: str, graphable: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, device: str, graphable: bool = False, poison: bool = True, seed: int = 0
+    ) -> None:
         module: Any = loaded.module
         dtype = next(module.parameters()).dtype
         self.limits = Limits(
@@ -86,8 +89,9 @@ class Bench:
             num_blocks=1 + per_group * len(self.groups),
             device=self.limits.device,
         )
+        self._unwritten = 0xFF if poison else 0  # NaN in every dtype
         for page in pages:
-            page.fill_(0xFF)  # NaN in every dtype
+            page.fill_(self._unwritten)
         self.state = loaded.state_class(module, self.limits, self.groups)
         caches = bind_caches(self.groups, loaded.caches, pages, dtype)
         self.forward = ForwardPass(module, self.state, self.groups, caches=caches, pages=pages)
@@ -115,7 +119,7 @@ class Bench:
             count = 1 if group.states else -(-len(request.ids) // group.block_size)
             blocks, self._free = self._free[:count], self._free[count:]
             for page in self.pages:
-                page[blocks] = 0xFF
+                page[blocks] = self._unwritten
             writes.append(_writes(row, blocks))
         self._tables.stage(tuple(writes))
 
@@ -218,10 +222,12 @@ def _writes(row: int, blocks: Sequence[int]) -> BlockWrites:
     )
 
 
-def run_alone(loaded: LoadedModel, ids: Sequence[int], options: Mapping[str, Any], *, device: str) -> Tensor:
+def run_alone(
+    loaded: LoadedModel, ids: Sequence[int], options: Mapping[str, Any], *, device: str, poison: bool = True
+) -> Tensor:
     """Log-probabilities [len(ids), vocab] of one request in one step, alone in a new host: what every other way to
     run it has to equal.
     """
-    bench, request = Bench(loaded, device=device), Fed(ids, options)
+    bench, request = Bench(loaded, device=device, poison=poison), Fed(ids, options)
     bench.add(request, 0)
     return bench.run([request])[0]

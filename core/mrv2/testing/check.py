@@ -75,7 +75,9 @@ def unavailable(level: Level) -> str:
     return ""
 
 
-def jobs(subject: Subject, levels: Iterable[Level] = tuple(Level), suites: Iterable[str] | None = None) -> Iterator[Job]:
+def jobs(
+    subject: Subject, levels: Iterable[Level] = tuple(Level), suites: Iterable[str] | None = None
+) -> Iterator[Job]:
     """Everything to be run, suite by suite.
 
     Args:
@@ -175,4 +177,6 @@ def run_checks(
 
 def _reference(subject: Subject) -> str:
     target = subject.target
-    return "none" if target.reference is None else getattr(target.reference, "__name__", type(target.reference).__name__)
+    return (
+        "none" if target.reference is None else getattr(target.reference, "__name__", type(target.reference).__name__)
+    )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mrv2.testing.bench import run_alone
 from mrv2.testing.results import ConformanceFailure
+
+if TYPE_CHECKING:
+    from mrv2.testing.subject import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,18 @@ def _number(x: float) -> str:
     return "NaN" if x == float("inf") else f"{x:.3g}"
 
 
-def describe(i: int, ids: Sequence[int], options: object = None) -> str:
+def right_alone(case: Case, ids: Sequence[int]) -> bool:
+    """Whether the model agrees with the reference about a prompt, whole, alone and without options, as far as there is
+    a reference: if not, a later comparison would blame the wrong thing.
+    """
+    want = None if case.answer is None else case.answer.logprobs(ids, {})
+    if want is None:
+        return True
+    got = run_alone(case.loaded, ids, {}, device=case.device, poison=False)
+    return float(errors(Pair(request="", got=got, want=want)).max()) <= case.tolerance
+
+
+def describe(i: int, ids: Sequence[int], options: Mapping[str, Any] | None = None) -> str:
     """Name of a request in messages."""
-    carrying = f" with options {dict(options)}" if isinstance(options, dict) and options else ""  # type: ignore[call-overload]
+    carrying = f" with options {dict(options)}" if options else ""
     return f"request {i} ({len(ids)} tokens{carrying})"

@@ -45,7 +45,9 @@ def override(reason: str) -> Callable[[F], F]:
     """
     if not isinstance(reason, str) or len(reason.strip()) < MIN_REASON:
         raise OverrideError(
-            f"{reason!r} is no reason", where="mrv2.testing.override", fix='@override("why the standard test can\'t hold")'
+            f"{reason!r} is no reason",
+            where="mrv2.testing.override",
+            fix='@override("why the standard test can\'t hold")',
         )
 
     def mark(function: F) -> F:
@@ -89,6 +91,8 @@ class AdapterConformance:
                     where=f"{inspect.getsourcefile(cls) or cls.__module__}, {cls.__qualname__}.{name}",
                     fix='put @mrv2.testing.override("why") above it, or give it another name',
                 )
+
+    _subject: ClassVar[Subject]
 
     @classmethod
     def mrv2_subject(cls) -> Subject:

@@ -93,8 +93,8 @@ def generate(
         step += 1
         plan = scheduler.plan() if len(flying) < depth else None
         if plan is not None:
-            sync = isinstance(runner, SyncRunner)
-            flying.append((plan, runner.step(plan) if sync else runner.finish(runner.begin(plan))))
+            done = runner.step(plan) if isinstance(runner, SyncRunner) else runner.finish(runner.begin(plan))
+            flying.append((plan, done))
         if flying and (plan is None or len(flying) == depth):
             plan, output = flying.popleft()
             events = scheduler.update(plan, output if isinstance(runner, SyncRunner) else output.wait())

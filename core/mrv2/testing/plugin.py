@@ -71,7 +71,7 @@ def _names(cls: Any) -> tuple[str, ...]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Note what a test is, and leave out levels that aren't wanted."""
-    cls = getattr(item, "cls", None)
+    cls: Any = getattr(item, "cls", None)
     if not _is_conformance(cls):
         return
     callspec = getattr(item, "callspec", None)

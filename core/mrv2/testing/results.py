@@ -19,7 +19,7 @@ class Level(StrEnum):
     VLLM = "L3"
 
     @property
-    def title(self) -> str:
+    def meaning(self) -> str:
         """In a word."""
         return {"L0": "static", "L1": "CPU", "L2": "GPU", "L3": "vLLM"}[self.value]
 
@@ -34,15 +34,15 @@ class Outcome(StrEnum):
     OVERRIDDEN = "overridden"  # the author's own test ran in its place
 
 
-class NotRun(Exception):  # noqa: N818 - no error: an answer
+class NotRun(Exception):
     """Raised by a check that can't run here; the text says what is missing."""
 
 
-class NotApplicable(Exception):  # noqa: N818
+class NotApplicable(Exception):
     """Raised by a check that has nothing to look at; the text says why."""
 
 
-class ConformanceFailure(AssertionError):  # noqa: N818 - its name is read in test reports
+class ConformanceFailure(AssertionError):
     """A check's finding.
 
     Args:
@@ -165,7 +165,7 @@ class LevelSummary:
     def __str__(self) -> str:
         order = (Outcome.FAILED, Outcome.PASSED, Outcome.OVERRIDDEN, Outcome.NOT_RUN)
         parts = [f"{self.counts[o]} {o}" for o in order if self.counts[o]]
-        text = f"{self.level} {self.level.title:<7} {self.state:<11} {', '.join(parts)}".rstrip()
+        text = f"{self.level} {self.level.meaning:<7} {self.state:<11} {', '.join(parts)}".rstrip()
         why = (*self.reasons, *self.notes)
         return f"{text} ({'; '.join(why)})" if why else text
 

@@ -186,7 +186,7 @@ def _run(job: Mapping[str, Any]) -> list[list[tuple[list[int], list[float]]]]:
     model = ModelRegistry.models.get(ours)
     if getattr(model, "module_name", "").partition("_")[0] != "mrv2":
         ours = PREFIX + ours  # vLLM has a class of that name
-    settings = DEFAULTS | {"hf_overrides": {"architectures": [ours]}} | job["settings"]
+    settings = {**DEFAULTS, "hf_overrides": {"architectures": [ours]}, **job["settings"]}
     llm = LLM(model=job["model"], **settings)
     params = [
         SamplingParams(

@@ -25,11 +25,9 @@ def _hints(case: Case) -> list[tuple[int, str]]:
     """What a first difference at a certain position tells."""
     raw = case.model_config.raw
     windows = {v for k, v in raw.items() if "window" in k and isinstance(v, int) and not isinstance(v, bool)}
-    return [
-        (w - 1, f"a window: the config has one of {w} tokens, and layers declare {list(case.windows) or 'none'} "
-         "(a window counts the current token)")
-        for w in sorted(windows | set(case.windows))
-    ]  # fmt: skip
+    declared = list(case.windows) or "none"
+    text = "a window: the config has one of {} tokens, and layers declare {} (a window counts the current token)"
+    return [(w - 1, text.format(w, declared)) for w in sorted(windows | set(case.windows))]
 
 
 def _check_window(case: Case) -> None:
@@ -63,8 +61,7 @@ def answer(case: Case) -> dict[str, Any] | None:
         tolerance=case.tolerance,
         causes=[
             "the scale of scores, or a soft cap",
-            "rotation: interleaved pairs where halves are meant (a matter of how q and k are stored), another base, "
-            "scaling, or share of the head",
+            "rotation: interleaved pairs where halves are meant (how q and k are stored), another base or scaling",
             "query heads paired with other key heads, or q, k and v in another order in a packed tensor",
             "a window, forgotten or counted differently",
             "norms of queries and keys",
@@ -156,9 +153,7 @@ def batches(case: Case) -> None:
         _compare(case, requests, got, f"in chunks of {', '.join(map(str, chunks))}" if chunks else "whole", padding)
 
 
-def _compare(
-    case: Case, requests: Sequence[Fed], got: Sequence[Tensor], how: str, padding: tuple[int, int]
-) -> None:
+def _compare(case: Case, requests: Sequence[Fed], got: Sequence[Tensor], how: str, padding: tuple[int, int]) -> None:
     pairs = [
         Pair(
             request=describe(i, r.ids, r.options),
@@ -219,7 +214,10 @@ def padding_is_written(case: Case) -> None:
                 raise ConformanceFailure(
                     "hidden states of a step with padding, where new memory holds NaN",
                     f"token {int(bad[0, 0])} of {len(hidden)} ({real} real), {what}: NaN",
-                    ["a kernel leaves rows of `out` that belong to padding unwritten", "an input's padding isn't neutral"],
+                    [
+                        "a kernel leaves rows of `out` that belong to padding unwritten",
+                        "an input's padding isn't neutral",
+                    ],
                 )
 
 

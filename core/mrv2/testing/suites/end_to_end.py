@@ -69,9 +69,29 @@ def schedules(case: Case) -> None:
         check_generated(
             case,
             results,
-            compared=f"generation with {depth} steps in flight, {setting or 'usual settings'}, with each sequence alone",
+            compared=f"generation, {depth} steps in flight, {setting or 'usual settings'}, with each sequence alone",
             causes=["work is deferred and reads a later step's values: snapshot what it needs (R5)",
                     "a state or an input isn't the request's own: see the suites state and attention"],
+        )  # fmt: skip
+
+
+@check(Level.CPU, Level.GPU)
+def preempted_requests_come_back(case: Case) -> None:
+    """Requests that are preempted, at any step, and resumed go on as if nothing had been (R4).
+
+    A preempted request comes back as a new one: another row, `prefill_token_ids` with what it generated, nothing
+    computed.
+    """
+    prompts = case.prompts((9, 22, 5), seed=13)
+    for at in (1, 3, 6):
+        parts = engine(case.loaded, case, prefix_caching=False)
+        results = generate(parts, prompts, options=case.options, depth=1 + at % 2, preempt={at: [0, 2], at + 2: [1]})
+        check_generated(
+            case,
+            results,
+            compared=f"requests preempted before steps {at} and {at + 2} with the same sequences alone",
+            causes=["add_request keeps something of the row's former owner, or skips a request that it knows",
+                    "a state isn't started anew when computed is 0 again"],
         )  # fmt: skip
 
 
@@ -99,7 +119,9 @@ def cached(case: Case, loaded: Any) -> None:
     strangers = generate(parts, prompts, options=[case.options[0]]) if option else []
     if not any(g.cached for g in hot):
         raise ConformanceFailure(
-            "cached tokens of prompts that were computed before", "no request has any", ["the block size is larger than the prompts"]
+            "cached tokens of prompts that were computed before",
+            "no request has any",
+            ["the block size is larger than the prompts"],
         )
     for what, results in (("cold", cold), ("hot", hot), ("the next turn", turns), ("with other options", strangers)):
         check_generated(
@@ -107,7 +129,7 @@ def cached(case: Case, loaded: Any) -> None:
             results,
             compared=f"generation, {what}, with prefix caching, with each sequence alone",
             causes=[
-                "something of the prefix is kept outside of the declared caches (a buffer of the module, by row or slot)",
+                "something of the prefix is kept outside of the declared caches: a module's buffer, by row or slot",
                 "add_request counts from 0 though tokens are computed already",
             ],
         )

@@ -16,10 +16,12 @@ from mrv2.loading import describe, raised_at
 from mrv2.manifest import Capability
 from mrv2.model_state.default import DefaultModelState
 from mrv2.testing.bench import Bench, Fed
-from mrv2.testing.compare import Pair, describe as describe_request, require_close
+from mrv2.testing.compare import Pair, require_close
+from mrv2.testing.compare import describe as describe_request
 from mrv2.testing.results import ConformanceFailure, Level, NotApplicable, check
 from mrv2.testing.subject import Case, Subject
 from mrv2.testing.vllm_runs import VllmRun, check_in_vllm
+
 
 @check(Level.STATIC, whole=True)
 def the_state_fits_both_hosts(subject: Subject) -> None:
@@ -54,7 +56,7 @@ class StageContext(NativeContext):
     def run(self, layers: nn.ModuleList, h: Stream, positions: Tensor) -> Stream:
         """See `StepContext.run`: half of them."""
         half = len(layers) // 2
-        return super().run(layers[half:] if self.is_last else layers[:half], h, positions)  # type: ignore[arg-type]
+        return super().run(layers[half:] if self.is_last else layers[:half], h, positions)
 
     def finish(self, norm: nn.Module, h: Stream, then: Callable[[Tensor], Tensor] | None = None) -> Any:
         """See `StepContext.finish`."""

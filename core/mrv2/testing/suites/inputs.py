@@ -11,8 +11,8 @@ from torch import Tensor
 from mrv2.errors import RequestError
 from mrv2.state.view import StepView
 from mrv2.testing.bench import TOKENS, Bench, Fed, run_alone
-from mrv2.testing.compare import Pair, describe, require_close
-from mrv2.testing.results import NO_REFERENCE, ConformanceFailure, Level, NotApplicable, check
+from mrv2.testing.compare import Pair, describe, require_close, right_alone
+from mrv2.testing.results import NO_REFERENCE, ConformanceFailure, Level, NotApplicable, NotRun, check
 from mrv2.testing.subject import Case
 
 GARBAGE = 1e4
@@ -20,7 +20,7 @@ GARBAGE = 1e4
 
 def _bench(case: Case, lens: tuple[int, ...] = (9, 1, 14, 5)) -> tuple[Bench, list[Fed]]:
     """Requests with different options, each on the row of its place in the batch."""
-    bench = Bench(case.loaded, device=case.device)
+    bench = Bench(case.loaded, device=case.device, poison=False)
     requests = [Fed(p, case.option(i)) for i, p in enumerate(case.prompts(lens, seed=7))]
     for row, request in enumerate(requests):
         bench.add(request, row)
@@ -66,7 +66,9 @@ def buffers_stay(case: Case) -> None:
     largest = bench.state.prepare_dummy_inputs(bench.limits.max_rows, TOKENS)
     for key, value in largest.items():
         if len(value) not in (bench.limits.max_rows, TOKENS):
-            _raise_moved(key, "dummy", (bench.limits.max_rows, TOKENS), "one entry per token or request", list(value.shape))
+            _raise_moved(
+                key, "dummy", (bench.limits.max_rows, TOKENS), "one entry per token or request", list(value.shape)
+            )
 
 
 def _raise_moved(key: str, what: str, size: tuple[int, int], want: object, got: object) -> None:
@@ -96,10 +98,9 @@ def padding_is_neutral(case: Case) -> None:
     dummy = bench.state.prepare_dummy_inputs(view.num_reqs, view.num_tokens)
     for key, value in real.items():
         start = 11 if len(value) == view.num_tokens else 3
-        if not torch.equal(value[start:], dummy[key][start:]):
-            at = int((value[start:] != dummy[key][start:]).flatten(1).any(1).nonzero()[0, 0]) if value.dim() > 1 else int(
-                (value[start:] != dummy[key][start:]).nonzero()[0, 0]
-            )
+        wrong = (value[start:] != dummy[key][start:]).reshape(len(value) - start, -1).any(1)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0, 0])
             raise ConformanceFailure(
                 "padding of real inputs with what fill_dummy puts there",
                 f"tensor {key}, padding {at}: {value[start + at].tolist()}, neutral is {dummy[key][start + at].tolist()}",
@@ -118,26 +119,29 @@ def every_input_matters(case: Case) -> None:
     """
     require_inputs(case)
     for key in _inputs(*_one_view(case)):
-        results = []
-        for change in (False, True):
-            bench, requests = _bench(case)
-            prepare = bench.state.prepare_inputs
-
-            def changed(view: StepView, change: bool = change, prepare: Any = prepare) -> dict[str, Tensor]:
-                inputs: dict[str, Tensor] = prepare(view)
-                if change:
-                    value = inputs[key]
-                    inputs[key].add_(torch.rand_like(value) + 0.5) if value.is_floating_point() else value.add_(1)
-                return inputs
-
-            bench.state.prepare_inputs = changed  # type: ignore[method-assign]
-            results.append(bench.step([(r, len(r.ids)) for r in requests]).clone())
-        if torch.equal(*results):
+        plain, changed = (_hidden(case, key if change else None) for change in (False, True))
+        if torch.equal(plain, changed):
             raise ConformanceFailure(
                 "hidden states with one input as it is, and changed",
                 f"tensor {key}: no token differs",
                 ["forward takes it and doesn't use it", "it is multiplied by zero, or used where nothing follows"],
             )
+
+
+def _hidden(case: Case, key: str | None) -> Tensor:
+    """Hidden states of whole prompts, with the input `key` changed."""
+    bench, requests = _bench(case)
+    prepare = bench.state.prepare_inputs
+
+    def changed(view: StepView) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = prepare(view)
+        if key is not None:
+            value = inputs[key]
+            value.add_(torch.rand_like(value) + 0.5 if value.is_floating_point() else 1)
+        return inputs
+
+    bench.state.prepare_inputs = changed  # type: ignore[method-assign]
+    return bench.step([(r, len(r.ids)) for r in requests]).clone()
 
 
 def _one_view(case: Case) -> tuple[Bench, StepView]:
@@ -147,25 +151,23 @@ def _one_view(case: Case) -> tuple[Bench, StepView]:
 
 @check(Level.CPU, Level.GPU)
 def chunks_dont_matter(case: Case) -> None:
-    """A token's inputs are the same, whether its prompt is computed whole or in pieces, alone or beside others.
+    """A token's inputs are the same, whether its prompt is computed whole or in pieces.
 
     A position in the step means nothing: use `view.positions` for where a token is, `view.token_to_i` for whose it is.
     """
     require_inputs(case)
     case.require_chunks()
-    bench, requests = _bench(case)
-    whole = _per_request(case, requests)
+    # Two steps, in both of which all requests take part in the order of their rows.
+    bench, requests = _bench(case, (9, 7, 14, 5))
+    whole = _whole(case, requests)
     got: list[dict[str, list[Tensor]]] = [{} for _ in requests]
-    while waiting := [(k, r) for k, r in enumerate(requests) if r.computed < len(r.ids)]:
-        step = [(r, min(len(r.ids) - r.computed, 1 + (r.computed + k) % 4)) for k, r in waiting]
-        step.sort(key=lambda item: item[1] != 1)
-        view = bench.view(step, padding=(1, 2))
-        inputs = {key: value.clone() for key, value in _inputs(bench, view).items()}
-        start = 0
-        for request, take in step:
+    for takes in ((4, 3, 6, 2), (5, 4, 8, 3)):
+        step = list(zip(requests, takes, strict=True))
+        view, start = bench.view(step, padding=(1, 2)), 0
+        inputs = {key: value.clone() for key, value in _inputs(bench, view).items() if len(value) == view.num_tokens}
+        for found, take in zip(got, takes, strict=True):
             for key, value in inputs.items():
-                if len(value) == view.num_tokens:
-                    got[requests.index(request)].setdefault(key, []).append(value[start : start + take])
+                found.setdefault(key, []).append(value[start : start + take])
             start += take
         bench.step(step, padding=(1, 2))
     for key in whole[0]:
@@ -175,7 +177,7 @@ def chunks_dont_matter(case: Case) -> None:
         ]
         require_close(
             pairs,
-            compared=f"input {key} of prompts computed in pieces with that of whole prompts alone",
+            compared=f"input {key} of prompts computed in pieces with that of whole prompts",
             tolerance=0,
             causes=[
                 "the place in the step is used where the position in the request is meant (view.positions)",
@@ -185,16 +187,14 @@ def chunks_dont_matter(case: Case) -> None:
         )
 
 
-def _per_request(case: Case, requests: list[Fed]) -> list[dict[str, Tensor]]:
-    """Inputs per token of each request whole and alone, on the same row."""
-    found = []
-    for request in requests:
-        bench, alone = Bench(case.loaded, device=case.device), Fed(request.ids, request.options)
-        bench.add(alone, request.row)
-        n = len(alone.ids)
-        inputs = _inputs(bench, bench.view([(alone, n)], padding=(1, 0)))
-        found.append({key: value.clone() for key, value in inputs.items() if len(value) == n})
-    return found
+def _whole(case: Case, requests: list[Fed]) -> list[dict[str, Tensor]]:
+    """Inputs per token of each request, all of them whole in one step, in the order of their rows."""
+    bench, others = _bench(case, tuple(len(r.ids) for r in requests))
+    view = bench.view([(r, len(r.ids)) for r in others], padding=(1, 0))
+    inputs = {key: value.clone() for key, value in _inputs(bench, view).items() if len(value) == view.num_tokens}
+    sizes = [len(r.ids) for r in requests]
+    parts = {key: torch.split(value, sizes) for key, value in inputs.items()}
+    return [{key: values[k] for key, values in parts.items()} for k in range(len(sizes))]
 
 
 @check(Level.CPU)
@@ -232,9 +232,11 @@ def answer(case: Case) -> None:
     pairs = []
     for i, option in enumerate(case.options[1:]):
         for ids in case.prompts((9, 2), seed=20 + i):
+            if not right_alone(case, ids):
+                raise NotRun("requests without options aren't right either: see the suite attention")
             want = case.answer.logprobs(ids, option)
             if want is not None:
-                got = run_alone(case.loaded, ids, option, device=case.device)
+                got = run_alone(case.loaded, ids, option, device=case.device, poison=False)
                 pairs.append(Pair(request=describe(i, ids, option), got=got, want=want))
     if not pairs:
         raise NotApplicable(f"{NO_REFERENCE} for options")

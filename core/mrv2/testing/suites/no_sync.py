@@ -5,9 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from mrv2.state.view import StepView
 from mrv2.testing.bench import Bench, Fed
 from mrv2.testing.recorder import HostReadError, RecordedOps
 from mrv2.testing.results import ConformanceFailure, Level, check
@@ -40,12 +43,16 @@ def the_device_side_reads_nothing(case: Case) -> None:
         view = bench.view(step)
         try:
             with torch.inference_mode():
-                RecordedOps().record(lambda view=view: bench.forward.logits(bench.forward.hidden(view), view))
+                RecordedOps().record(partial(_device_side, bench, view))
         except HostReadError as error:
             raise ConformanceFailure(
                 f"the operations of step {number} with those that need no answer from the device", str(error), CAUSES
             ) from error
         bench.step(step)
+
+
+def _device_side(bench: Bench, view: StepView) -> Tensor:
+    return bench.forward.logits(bench.forward.hidden(view), view)
 
 
 @check(Level.GPU)

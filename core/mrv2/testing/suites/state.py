@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import torch
@@ -9,9 +10,8 @@ from torch import Tensor
 
 from mrv2.attn.specs import PerRequest
 from mrv2.testing.bench import Bench, Fed, run_alone
-from mrv2.testing.compare import Pair, describe, require_close
-from mrv2.testing.generated import check_generated, engine, generate
-from mrv2.testing.results import ConformanceFailure, Level, NotApplicable, check
+from mrv2.testing.compare import Pair, describe, require_close, right_alone
+from mrv2.testing.results import ConformanceFailure, Level, NotApplicable, NotRun, check
 from mrv2.testing.subject import Case
 
 ENTRIES = {"new": (None, 0), "with a cached prefix": (None, 6), "resumed": (4, 0), "resumed with all but one": (4, 9)}
@@ -45,11 +45,12 @@ def a_row_that_is_used_again(case: Case) -> None:
             _inputs_on(bench, former, "new")
             bench.remove(former)
             got = _inputs_on(bench, request, entry)
-            back = bench
-            bench.remove(request)
-            again = _inputs_on(back, request, entry)  # the same request, known by its id
+            stranger = Fed(old, before)
+            for leaving, coming in ((request, stranger), (stranger, request)):
+                bench.remove(leaving)
+                again = _inputs_on(bench, coming, entry)  # requests known by their ids
             _compare_inputs(got, want, f"request {entry}, options {dict(own)}, after one with {dict(before)}")
-            _compare_inputs(again, want, f"the same request, {entry}, back on its row")
+            _compare_inputs(again, want, f"a request that was there before, {entry}, options {dict(own)}")
 
 
 def _compare_inputs(got: dict[str, Tensor], want: dict[str, Tensor], name: str) -> None:
@@ -104,6 +105,7 @@ def rows_are_not_batch_positions(case: Case) -> None:
     another one in the next step.
     """
     prompts = case.prompts((7, 3, 12, 5), seed=10)
+    _require_right(case, prompts[2])
     requests = [Fed(p, case.option(i)) for i, p in enumerate(prompts)]
     bench = Bench(case.loaded, device=case.device)
     for request, row in zip(requests, (5, 0, 7, 2), strict=True):
@@ -112,15 +114,15 @@ def rows_are_not_batch_positions(case: Case) -> None:
     while waiting := [r for r in requests if r.computed < len(r.ids)]:
         turn += 1
         order = waiting[turn % len(waiting) :] + waiting[: turn % len(waiting)]
-        bench.step([(r, len(r.ids) - 4 if r.computed == 0 and len(r.ids) > 4 else 1) for r in order])
-    pairs = [
-        Pair(
-            request=describe(i, r.ids, r.options),
-            got=bench.logprobs(torch.cat(r.hidden)),
-            want=run_alone(case.loaded, r.ids, r.options, device=case.device),
-        )
-        for i, r in enumerate(requests)
-    ]
+        bench.step([(r, _take(r)) for r in order])
+    pairs = []
+    for i, request in enumerate(requests):
+        alone, twin = Bench(case.loaded, device=case.device), Fed(request.ids, request.options)
+        alone.add(twin, 0)
+        while twin.computed < len(twin.ids):
+            alone.step([(twin, _take(twin))])
+        got, want = (bench.logprobs(torch.cat(r.hidden)) for r in (request, twin))
+        pairs.append(Pair(request=describe(i, request.ids, request.options), got=got, want=want))
     require_close(
         pairs,
         compared="requests on scattered rows, in an order that changes from step to step, with each alone",
@@ -130,6 +132,16 @@ def rows_are_not_batch_positions(case: Case) -> None:
             "a kernel finds its state by position: use meta.state_slots (load_state, store_state)",
         ],
     )
+
+
+def _take(request: Fed) -> int:
+    """Most of the prompt first, then a token at a time."""
+    return len(request.ids) - 4 if request.computed == 0 and len(request.ids) > 4 else 1
+
+
+def _require_right(case: Case, ids: Sequence[int]) -> None:
+    if not right_alone(case, ids):
+        raise NotRun("whole prompts alone aren't right either: see the suite attention")
 
 
 def _require_states(case: Case) -> None:
@@ -163,6 +175,7 @@ def states_go_on(case: Case) -> None:
     """
     _require_states(case)
     case.require_chunks()
+    _require_right(case, case.prompts((17,), seed=12)[0])
     for chunks in ((7,), (1,), (1, 5, 2)):
         requests = [Fed(p, case.option(i)) for i, p in enumerate(case.prompts((9, 1, 17), seed=12))]
         bench = Bench(case.loaded, device=case.device)
@@ -182,23 +195,3 @@ def states_go_on(case: Case) -> None:
                 "requests of other lengths in the batch overwrite it: select by `live`",
             ],
         )
-
-
-@check(Level.CPU, Level.GPU)
-def preempted_requests_come_back(case: Case) -> None:
-    """Requests that are preempted, at any step, and resumed go on as if nothing had been (R4).
-
-    A preempted request comes back as a new one: another row, `prefill_token_ids` with what it generated, nothing
-    computed.
-    """
-    prompts = case.prompts((9, 22, 5), seed=13)
-    for at in (1, 3, 6):
-        parts = engine(case.loaded, case)
-        results = generate(parts, prompts, options=case.options, depth=1 + at % 2, preempt={at: [0, 2], at + 2: [1]})
-        check_generated(
-            case,
-            results,
-            compared=f"requests preempted before steps {at} and {at + 2} with the same sequences alone",
-            causes=["add_request keeps something of the row's former owner, or skips a request that it knows",
-                    "a state isn't started anew when computed is 0 again"],
-        )  # fmt: skip

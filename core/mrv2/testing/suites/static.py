@@ -99,7 +99,7 @@ def uses_what_it_declares(case: Case) -> None:
 
     Hosts refuse what isn't declared. Add the capability with the hosts that have it.
     """
-    model, layers = case.build()
+    _, layers = case.build()
     entry, specs = case.subject.entry, layers.caches
     hosts = [h for h in ("native", "vllm") if h == "native" or _serves_vllm(case.subject)]
     for host in hosts:
