@@ -26,7 +26,7 @@ from mrv2.testing import (
 from mrv2.testing.check import Report
 from mrv2.testing.record import read_record, record_path, stale, standing, write_record
 from mrv2.testing.reports import picture, to_dict, to_html, to_junit
-from mrv2.testing.results import summarize
+from mrv2.testing.results import summarize, up_to
 from mrv2.testing.suites import all_checks
 
 HERON = Path(__file__).parent / "mutants" / "heron"
@@ -139,7 +139,7 @@ def test_without_a_config_nothing_passes_but_what_is_static(heron):
     folder = heron("heron_bare", init=[("    return target()", "    return None")])
     report = run_checks(Subject(str(folder)), suites=["static", "weights"])
     assert [s.state for s in report.levels][:2] == ["incomplete", "not run"]
-    assert not report.passes(Level.STATIC)
+    assert not report.passes([Level.STATIC])
     assert {r.message for r in report.results if r.level is Level.CPU} == {
         "there is no config to test with (mrv2_test_target)"
     }
@@ -238,7 +238,7 @@ def test_levels_are_summed_up():
     assert states == {"L0": "passed", "L1": "failed", "L2": "not run", "L3": "not run"}
     part = summarize([result(Level.GPU), result(Level.GPU, Outcome.NOT_RUN, "no second GPU")])
     assert str(part[2]) == "L2 GPU     incomplete  1 passed, 1 not run (no second GPU)"
-    assert not REPORT.passes(Level.STATIC)
+    assert not REPORT.passes(up_to("L0"))
 
 
 def test_reports_in_every_form():
@@ -328,7 +328,7 @@ def test_check_fails_by_name_and_asks_for_levels(heron):
     done = mrv2("check", HERON, "--suite", "static", "--require", "L2", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["passes"] is False
-    for wrong in (["--require", "L9"], ["--suite", "nothing"]):
+    for wrong in (["--require", "L9"], ["--suite", "nothing"], ["--suite", "static", "--record"]):
         done = mrv2("check", HERON, *wrong)
         assert done.returncode == 2
         assert "MRV2-500" in done.stderr
@@ -338,7 +338,7 @@ def test_a_project_folder_and_a_single_file(heron, tmp_path):
     (tmp_path / "src").mkdir()
     heron("src/heron_project")
     (tmp_path / "pyproject.toml").write_text('[project.entry-points."mrv2.adapters"]\nheron = "heron_project"\n')
-    done = mrv2("check", tmp_path, "--suite", "static", "--require", "L0")
+    done = mrv2("check", tmp_path, "--suite", "static", "--level", "L0")
     assert done.returncode == 0, done.stdout + done.stderr
     hello = Path(__file__).parents[2] / "examples" / "hello.py"
     done = mrv2("check", hello, "--suite", "static")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +28,12 @@ Adapter = Annotated[
     ),
 ]
 Require = Annotated[
-    str,
-    typer.Option("--require", metavar="LEVEL", help="Exit with 1 unless all levels up to this one passed: L0 to L3."),
+    str | None,
+    typer.Option(
+        "--require",
+        metavar="LEVEL",
+        help="Exit with 1 unless all levels up to this one passed. Default: those of --level, else L1.",
+    ),
 ]
 LevelsOption = Annotated[
     list[str] | None, typer.Option("--level", metavar="LEVEL", help="Run this level only. Can be repeated.")
@@ -44,7 +48,7 @@ Record = Annotated[
 
 def command(
     adapter: Adapter,
-    require: Require = "L1",
+    require: Require = None,
     level: LevelsOption = None,
     suite: Suites = None,
     junit: Junit = None,
@@ -53,19 +57,22 @@ def command(
     json: Json = False,
 ) -> int:
     """Check one adapter; exit code 1 when something fails, or a required level didn't run."""
-    _among("--require", [require], LEVELS)
+    _among("--require", [require] if require else [], LEVELS)
     _among("--level", level or [], LEVELS)
 
     from mrv2.cli.output import print_json
     from mrv2.loading import stdout_to_stderr
     from mrv2.testing.record import write_record
-    from mrv2.testing.results import Level
+    from mrv2.testing.results import Level, up_to
     from mrv2.testing.subject import Subject
     from mrv2.testing.suites import SUITES
 
     names = [name.replace("_", "-") for name in SUITES]
     _among("--suite", suite or [], names)
+    if record and suite:
+        raise CommandLineError("--record and --suite", where="mrv2 check", fix="record what all suites say, or don't")
     levels = [Level(name) for name in level or LEVELS]
+    wanted = up_to(require or "L1") if require or not level else tuple(levels)
     subject = Subject(adapter)
     if subject.entry.error is not None:
         raise subject.entry.error
@@ -75,13 +82,13 @@ def command(
     if json:
         from mrv2.testing.reports import to_dict
 
-        print_json(to_dict(report) | {"required": require, "passes": report.passes(Level(require))})
+        print_json(to_dict(report) | {"required": [str(one) for one in wanted], "passes": report.passes(wanted)})
     else:
-        _print(report, Level(require))
+        _print(report, wanted)
     if record and not report.failures:
         path = write_record(subject.entry, report)
         print(f"recorded in {path}", file=sys.stderr if json else sys.stdout)
-    return 0 if report.passes(Level(require)) else 1
+    return 0 if report.passes(wanted) else 1
 
 
 def _among(option: str, values: Sequence[str], known: Sequence[str]) -> None:
@@ -132,7 +139,7 @@ def _write(report: Report, junit: Path | None, html: Path | None) -> None:
                 ) from error
 
 
-def _print(report: Report, require: Level) -> None:
+def _print(report: Report, wanted: Collection[Level]) -> None:
     from mrv2.cli.output import indent
 
     configs = list(dict.fromkeys(r.config for r in report.results if r.config))
@@ -145,6 +152,6 @@ def _print(report: Report, require: Level) -> None:
     print()
     for summary in report.levels:
         print(summary)
-    missing = [s.level.value for s in report.levels if s.level <= require and not s.passed]
+    missing = [s.level.value for s in report.levels if s.level in wanted and not s.passed]
     if missing and not report.failures:
-        print(f"required is {require}: {', '.join(missing)} didn't pass in full")
+        print(f"{', '.join(missing)} didn't pass in full, and had to")

@@ -132,7 +132,7 @@ def _in_child(case: Case, run: VllmRun, prompts: list[list[int]], options: list[
 
 
 def _cause(said: str) -> str:
-    """The line of vLLM's output that most likely says what went wrong: ours, or the last error before its own summary."""
+    """The line of vLLM's output that most likely says what went wrong: ours, else the last error before its summary."""
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["nothing was said"]
     errors = [line for line in lines if "Error: " in line and "Engine core init" not in line]
     ours = [line for line in lines if "MRV2-" in line]
