@@ -5,9 +5,11 @@ The same module is what runs in the child: `python -m mrv2.testing.vllm_runs JOB
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,24 +113,38 @@ def _in_child(case: Case, run: VllmRun, prompts: list[list[int]], options: list[
         local = [a for a in case.subject.adapters if is_path(a)]
         env = os.environ | _environment(folder, local)
         (Path(folder) / "job.json").write_text(json.dumps(job))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "mrv2.testing.vllm_runs", str(Path(folder) / "job.json")],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                env=env,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotRun(f"vLLM gave no answer within {TIMEOUT_S:g} s") from error
+        log = Path(folder) / "log"
+        code = _run_child(Path(folder) / "job.json", log, env)
+        if code is None:
+            raise NotRun(f"vLLM gave no answer within {TIMEOUT_S:g} s")
         if not out.exists():
             raise ConformanceFailure(
                 f"a run inside vLLM with settings {dict(run.settings)}",
-                f"it ended with exit code {done.returncode}: {_cause(done.stdout + done.stderr)}",
+                f"it ended with exit code {code}: {_cause(log.read_text(errors='replace'))}",
                 ["see the message; `mrv2 doctor NAME --vllm` looks at the adapter alone"],
             )
         return json.loads(out.read_text())
+
+
+def _run_child(job: Path, log: Path, env: Mapping[str, str]) -> int | None:
+    """Its exit code; None: it was too slow. Whatever it started goes with it."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mrv2.testing.vllm_runs", str(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=env,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _cause(said: str) -> str:
@@ -172,8 +188,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def _run(job: Mapping[str, Any]) -> list[list[tuple[list[int], list[float]]]]:
-    from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm import LLM, ModelRegistry
 
     from mrv2.bridge.names import PREFIX
 
@@ -186,6 +201,16 @@ def _run(job: Mapping[str, Any]) -> list[list[tuple[list[int], list[float]]]]:
         ours = PREFIX + ours  # vLLM has a class of that name
     settings = {**DEFAULTS, "hf_overrides": {"architectures": [ours]}, **job["settings"]}
     llm = LLM(model=job["model"], **settings)
+    try:
+        return _generate(llm, job)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _generate(llm: Any, job: Mapping[str, Any]) -> list[list[tuple[list[int], list[float]]]]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
     params = [
         SamplingParams(
             temperature=0, max_tokens=job["n"], ignore_eos=True, detokenize=False, logprobs=0, extra_args=option or None
