@@ -286,11 +286,18 @@ class Case:
         found = (getattr(spec, "window", None) for spec in self.loaded.caches.values())
         return tuple(sorted({window for window in found if window is not None}))
 
-    def prompts(self, lens: Sequence[int], seed: int = 0) -> list[list[int]]:
-        """Random prompts of these lengths; with a recorded reference beginnings of what was recorded."""
-        if self.answer is not None and self.answer.recorded:
-            known = self.answer.recorded
-            return [known[i % len(known)][:n] for i, n in enumerate(lens)]
+    def prompts(self, lens: Sequence[int], seed: int = 0, *, known: bool = False) -> list[list[int]]:
+        """Random prompts of these lengths.
+
+        Args:
+            lens: tokens of each.
+            seed: of them.
+            known: such as the reference can answer: of a recorded one beginnings of what was recorded, if need be
+                shorter ones.
+        """
+        if known and self.answer is not None and self.answer.recorded:
+            recorded = self.answer.recorded
+            return [recorded[i % len(recorded)][:n] for i, n in enumerate(lens)]
         generator = torch.Generator().manual_seed(seed)
         return [torch.randint(0, self.vocab_size, (n,), generator=generator).tolist() for n in lens]
 

@@ -22,7 +22,7 @@ LENS = (1, 5, 23, 8, 13, 2)
 
 
 def _hints(case: Case) -> list[tuple[int, str]]:
-    """What a first difference at a certain position tells: the size of a window, as the config or the layers have it."""
+    """What a first difference at a certain position tells: the size of a window, in the config or in the layers."""
     declared = list(case.windows) or "none"
     hints = [
         (value - 1, f"a window: {key} = {value} in the config, {declared} in the layers (the current token counts)")
@@ -54,7 +54,7 @@ def answer(case: Case) -> dict[str, Any] | None:
     if case.answer is None:
         raise NotApplicable(NO_REFERENCE)
     pairs = []
-    for i, ids in enumerate((*case.prompts(LENS, seed=14), *case.prompts((CONTEXT - 1,), seed=15))):
+    for i, ids in enumerate(case.prompts((*LENS, CONTEXT - 1), seed=14, known=True)):
         want = case.answer.logprobs(ids, {})
         if want is not None:
             got = run_alone(case.loaded, ids, {}, device=case.device)
