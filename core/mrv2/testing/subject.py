@@ -33,7 +33,8 @@ from mrv2.testing.target import MIN_CONTEXT, Target, Tolerances
 
 
 def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
-    """The adapter that a name, a package folder, a project folder or a file means.
+    """The adapter that a name, a package folder, a project folder or a file means; of a word without a slash an
+    installed adapter, if there is one of that name, else a folder here.
 
     Returns:
         A registry that knows it, its entry, and what to give as `adapters=` to load models with it.
@@ -41,7 +42,8 @@ def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
     Raises:
         Mrv2Error: it is no adapter.
     """
-    if is_path(argument) or Path(argument).is_dir():
+    installed = not is_path(argument) and any(e.is_called(argument) for e in Registry.discover().entries)
+    if not installed and (is_path(argument) or Path(argument).is_dir()):
         argument = str(_package_in(Path(argument).resolve()))
     registry = Registry.discover(adapters=[argument])
     return registry, registry.chosen[0] if registry.chosen else registry.get(argument), argument
