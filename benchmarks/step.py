@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_step import SHAPE, TINY, make_model
+from random_model import SHAPE, TINY, make_model
 from timing import environment
 
 import mrv2.frontend.llm

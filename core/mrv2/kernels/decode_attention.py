@@ -144,9 +144,9 @@ def decode_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
-    tile = workspace.tile or choose_tile(head_dim, cache.dtype)
-    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
     pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
+    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, processors=processors)
+    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
     num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
@@ -196,7 +196,7 @@ def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int
         processors: multiprocessors of the device.
     """
     if num_pairs <= processors:
-        most, min_split = triton.cdiv(4 * processors, num_pairs), 128
+        most, min_split = triton.cdiv(4 * processors, num_pairs), 64
     else:
         most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
     return max(1, min(most, triton.cdiv(reach, min_split))), min_split
@@ -211,13 +211,15 @@ class Tile:
     num_stages: int
 
 
-def choose_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """By dtype and head size."""
+def choose_tile(head_dim: int, dtype: torch.dtype, *, pairs: int, processors: int) -> Tile:
+    """By dtype and head size, and by how many programs there are to a processor: where those of many requests take
+    turns, small ones leave no processor idle at the end, and the loads of several hide one another's wait.
+    """
     wide = triton.next_power_of_2(head_dim)
     if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
         return Tile(keys=32, num_warps=8, num_stages=2)
     if wide <= 128:
-        return Tile(keys=64, num_warps=4, num_stages=3)
+        return Tile(keys=16, num_warps=2, num_stages=4) if pairs > 4 * processors else Tile(64, 4, 3)
     return Tile(keys=32, num_warps=4, num_stages=3)
 
 
