@@ -1,4 +1,4 @@
-"""Variants of decode attention, by batch and context."""
+"""Variants of decode attention, from the projection on, by batch and context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tuning import BF16, Case, Prepared, normal, off
 
-from mrv2.kernels.decode_attention import DecodeWorkspace, Tile, choose_splits, choose_tile, decode_attention
+from mrv2.kernels.attend_projected import attend_projected
+from mrv2.kernels.decode_splits import DecodeWorkspace, Tile, choose_splits, choose_tile
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 TILES = [Tile(16, 2, 4), Tile(64, 4, 3), Tile(32, 2, 4), Tile(16, 1, 4), Tile(16, 2, 6), Tile(32, 4, 3)]
@@ -36,29 +37,36 @@ def make_attention(batch: int, context: int, bound: int, workspace: DecodeWorksp
         tables[:, :, :width] = 1 + torch.randperm(num_blocks - 1, device=BF16["device"]).int().view(
             copies, batch, width
         )
-        q = normal(batch, HEADS, HEAD_DIM)
-        out, lens = torch.empty_like(q), torch.full((batch,), context, dtype=torch.int32, device=BF16["device"])
-        out.fill_(float("nan"))
+        last = context - 1
+        slots = tables[:, :, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+        qkv = normal(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        lens = torch.full((batch,), context, dtype=torch.int32, device=BF16["device"])
+        out = torch.full((batch, HEADS, HEAD_DIM), float("nan"), **BF16)
         given: dict[str, Any] = {
-            "q": q,
+            "q_weight": normal(HEAD_DIM),
+            "k_weight": normal(HEAD_DIM),
+            "q_eps": 1e-6,
+            "k_eps": 1e-6,
             "cache": cache,
-            "seq_lens": lens,
-            "num_decodes": batch,
-            "max_seq_len": bound,
             "scale": HEAD_DIM**-0.5,
             "window": None,
             "soft_cap": None,
             "workspace": workspace,
         }
+        rows = {"qkv": qkv, "cos": normal(batch, HEAD_DIM), "sin": normal(batch, HEAD_DIM), "seq_lens": lens}
 
         def error() -> float:
             some = min(batch, 8)  # the twin takes a row per key
-            few = given | {"q": q[:some], "seq_lens": lens[:some], "num_decodes": some, "max_seq_len": context}
-            want = torch.empty_like(q[:some])
-            decode_attention.twin(block_table=tables[0, :some], out=want, **few)
+            few = {name: value[:some] for name, value in rows.items()}
+            few |= {"block_table": tables[0, :some], "slot_mapping": slots[0, :some]}
+            want = torch.empty_like(out[:some])
+            attend_projected.twin(**given, **few, max_seq_len=context, out=want)
             return off(out[:some], want) if bool(torch.isfinite(out).all()) else float("inf")
 
-        return Prepared(lambda i: decode_attention(block_table=tables[i], out=out, **given), error)
+        def launch(i: int) -> None:
+            attend_projected(**given, **rows, block_table=tables[i], slot_mapping=slots[i], max_seq_len=bound, out=out)
+
+        return Prepared(launch, error)
 
     return make
 

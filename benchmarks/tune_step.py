@@ -6,7 +6,7 @@ import gc
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,20 +21,27 @@ from mrv2 import SamplingParams
 from mrv2.frontend.build import EngineConfig, assemble
 from mrv2.kernels import dependent
 from mrv2.layers import fused
+from mrv2.layers.context import NativeContext
 
 PROMPT = 256
 BATCHES = (32, 128, 1, 256, 8, 16, 64)
-WAYS = {"cublas": (0, 0), "cublas dependent": (0, 1 << 30), "ours": (128, 0), "ours dependent": (128, 1 << 30)}
-"""Most tokens for kernels of our own, and for dependent launches."""
+WAYS = {
+    "before": (0, 0, False),
+    "cublas": (0, 0, True),
+    "ours": (128, 0, True),
+    "ours dependent": (128, 1 << 30, True),
+    "ours dependent, separate": (128, 1 << 30, False),
+}
+"""Most tokens for products by kernels of our own, and for dependent launches; whether attention takes projections."""
 
 
 @contextmanager
-def constants(ours: int, dependent_launch: int) -> Iterator[None]:
-    values = {"FEW_TOKENS": min(ours, 4), "SOME_TOKENS": ours}
-    with (
-        mock.patch.multiple(fused, **values),
-        mock.patch.object(dependent, "DEPENDENT_TOKENS", dependent_launch),
-    ):
+def constants(ours: int, dependent_launch: int, projected: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(fused, FEW_TOKENS=min(ours, 4), SOME_TOKENS=ours))
+        stack.enter_context(mock.patch.object(dependent, "DEPENDENT_TOKENS", dependent_launch))
+        if not projected:
+            stack.enter_context(mock.patch.object(NativeContext, "attend_projected", return_value=None))
         yield
 
 
@@ -43,7 +50,7 @@ def random_model(**changes: Any) -> Any:
         return make_model(SHAPE | changes, torch.device("cuda"), Path(folder))
 
 
-def generate(model: Any, batch: int, way: tuple[int, int], new: int = 48) -> tuple[list[list[int]], float]:
+def generate(model: Any, batch: int, way: tuple[int, int, bool], new: int = 48) -> tuple[list[list[int]], float]:
     """Greedy tokens of `batch` requests, and the median microseconds of a replay at about 288 tokens of context."""
     with constants(*way):
         return _generate(model, batch, new)
@@ -94,7 +101,6 @@ def measure_steps(report: Report) -> None:
             except Exception as error:
                 row[name] = f"{type(error).__name__}: {error}"[:300]
             gc.collect()
-        for name in tokens:
-            if f"{name} dependent" in tokens:
-                row[f"{name}: same_tokens"] = tokens[name] == tokens[f"{name} dependent"]
+        if "ours dependent" in tokens and "ours" in tokens:
+            row["same_tokens"] = tokens["ours"] == tokens["ours dependent"]
         report.note("step", row)

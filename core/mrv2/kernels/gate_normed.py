@@ -188,7 +188,7 @@ def _gate_normed_kernel(
         tl.store(out + t * num_rows + row, (acted * up.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
-@jit(do_not_specialize=["num_tokens", "num_rows"])
+@jit(do_not_specialize=["num_tokens"])
 def _gate_normed_tokens_kernel(
     x,
     residual,

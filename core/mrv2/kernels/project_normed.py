@@ -176,7 +176,7 @@ def _project_normed_kernel(
         tl.store(out + t * num_rows + row, value.to(out.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["num_tokens", "num_rows"])
+@jit(do_not_specialize=["num_tokens"])
 def _project_normed_tokens_kernel(
     x,
     residual,

@@ -169,7 +169,7 @@ def _launch_tokens(
     )
 
 
-@jit(do_not_specialize=["num_tokens", "num_rows"])
+@jit(do_not_specialize=["num_tokens"])
 def _project_onto_tokens_kernel(
     x,
     weight,

@@ -135,17 +135,23 @@ class SelfAttention(nn.Module):
         """From the packed projection to what the output projection takes, [num_tokens, num_heads * head_dim]."""
         _, _, qk_norms, rotary, _, name, args = self.members
         angles = ctx.angles(rotary.table, positions, qkv.dtype)
-        q_norm, k_norm = qk_norms or (None, None)
+        cos, sin = angles.cos[:, 0], angles.sin[:, 0]
+        norms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0)
+        if qk_norms is not None:
+            norms = qk_norms[0].weight, qk_norms[1].weight, qk_norms[0].eps, qk_norms[1].eps
+        attended = ctx.attend_projected(name, qkv, norms, (cos, sin), args)
+        if attended is not None:
+            return attended.view(-1, args.num_heads * args.head_dim)
         cache, meta = ctx.cache_of(name)
         q = qkv.new_empty(qkv.shape[0], args.num_heads, args.head_dim)
         qk_norm_rope_cache(
             qkv=qkv,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            q_eps=0.0 if q_norm is None else q_norm.eps,
-            k_eps=0.0 if k_norm is None else k_norm.eps,
-            cos=angles.cos[:, 0],
-            sin=angles.sin[:, 0],
+            q_weight=norms[0],
+            k_weight=norms[1],
+            q_eps=norms[2],
+            k_eps=norms[3],
+            cos=cos,
+            sin=sin,
             slot_mapping=meta.slot_mapping,
             cache=cache,
             q=q,
