@@ -129,10 +129,11 @@ class Report:
         self.document = head
         self._path = path
         self._start = time.monotonic()
-        self._deadline = self._start + seconds
+        self._seconds = seconds
+        self.share = 1.0  # of the time, at the end of which it is late
 
     def late(self) -> bool:
-        return time.monotonic() > self._deadline
+        return time.monotonic() > self._start + self.share * self._seconds
 
     def note(self, section: str, value: Any, *, append: bool = True) -> None:
         if append:
