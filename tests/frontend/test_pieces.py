@@ -21,9 +21,8 @@ from mrv2.frontend.pending import PendingTokens
 from mrv2.frontend.results import StreamOutput
 from mrv2.frontend.text_stream import TextStream
 from mrv2.frontend.ticket import ResultFuture, Ticket
-from mrv2.runner.outputs import LogprobsOutput
+from mrv2.runner.outputs import LogprobsOutput, StepEvents
 from mrv2.runner.request import FinishReason
-from mrv2.runner.scheduler import StepEvents
 from mrv2.testing.null_model import null_engine
 
 STEPS = st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), max_size=8), max_size=12)

@@ -19,8 +19,8 @@ from mrv2.frontend.ticket import Ticket
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.runner.device import on_device
 from mrv2.runner.engine import Engine
+from mrv2.runner.outputs import StepEvents
 from mrv2.runner.request import FinishReason, Request
-from mrv2.runner.scheduler import StepEvents
 
 MAX_PENDING_EVENTS = 256
 """Steps the output thread may lag behind before the engine waits for it: memory stays bounded."""

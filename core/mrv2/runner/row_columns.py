@@ -45,6 +45,11 @@ class RowColumns:
         self.open_np[row] = True
         self.watched_np[row] = request.number if request.watched else -1
 
+    def stop_ids_of(self, at_np: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The stop ids of these rows, [as many as any of them has, num_rows]; -1 where one has fewer."""
+        ids_np = self.stop_ids_np[at_np, : self._stop_width]
+        return np.ascontiguousarray(ids_np[:, (ids_np >= 0).any(0)].T)
+
     def known_tokens(self, row: int) -> NDArray[np.int32]:
         """A copy of the row's confirmed tokens, [known]."""
         return self.tokens_np[row, : self.known_np[row]].copy()

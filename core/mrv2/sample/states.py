@@ -44,9 +44,11 @@ class SamplingStates:
         self._seed = MirroredColumn(rows, dtype=torch.int64, device=device)
         self._logprobs_np = np.full(rows, -1, np.int32)
         self._vocab_size = limits.vocab_size
+        self._last: tuple[NDArray[np.int32], SamplerNeeds] | None = None  # what `needs` said, until a row changes
 
     def add_request(self, row: int, request: RequestData) -> None:
         """Stage all parameters of `row`."""
+        self._last = None
         params = request.sampling
         greedy = params.temperature < MIN_TEMPERATURE
         self._temperature.set(row, 0.0 if greedy else params.temperature)
@@ -63,7 +65,12 @@ class SamplingStates:
             column.flush()
 
     def needs(self, rows_np: NDArray[np.int32]) -> SamplerNeeds:
-        """What the batch of `rows_np` needs."""
+        """What the batch of `rows_np` needs. Asked for the same array again, it doesn't look again."""
+        if self._last is None or self._last[0] is not rows_np:
+            self._last = rows_np, self._needs(rows_np)
+        return self._last[1]
+
+    def _needs(self, rows_np: NDArray[np.int32]) -> SamplerNeeds:
         logprobs = int(self._logprobs_np[rows_np].max(initial=-1))
         num_logprobs = None if logprobs < 0 else logprobs
         drawn_np = rows_np[self._temperature.np[rows_np] > 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,7 @@ class BlockCopies:
     targets: NDArray[np.int32]  # [num_copies]
 
 
-def _no_copies() -> BlockCopies:
-    return BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
+_NO_COPIES = BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class StepPlan:
     num_tokens: int
     max_query_len: int
     max_seq_len: int  # upper bound over the batch, this step included
-    copies: BlockCopies = field(default_factory=_no_copies)
+    copies: BlockCopies = _NO_COPIES
     max_decode_len: int | None = None  # upper bound over the first num_decodes; None: max_seq_len
 
     @property
@@ -67,7 +66,7 @@ class StepPlan:
             self,
             removed=(),
             added=(),
-            copies=_no_copies(),
+            copies=_NO_COPIES,
             rows_np=self.rows_np[start:stop],
             query_lens_np=takes_np,
             max_seq_len=(self.max_decode_len or self.max_seq_len) if stop <= self.num_decodes else self.max_seq_len,
