@@ -89,7 +89,7 @@ class KVCacheManager:
         self._hashed_np = np.zeros(max_rows, np.int32)  # columns already in the prefix cache
         # (rows, start columns, column counts) appended since the last `take_writes`; the same in all paged groups.
         self._grown: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
-        self.no_writes = self.take_writes()
+        self.no_writes = self._writes()
 
     # -- sizes -------------------------------------------------------------------------------------------
 
@@ -146,6 +146,9 @@ class KVCacheManager:
 
     def take_writes(self) -> tuple[BlockWrites, ...]:
         """What was appended since the last call, one entry per group."""
+        return self._writes() if self._grown or len(self.states) else self.no_writes
+
+    def _writes(self) -> tuple[BlockWrites, ...]:
         empty = np.empty(0, np.int32)
         rows_np, starts_np, lens_np = (
             (np.concatenate([empty, *parts]) for parts in zip(*self._grown, strict=True))
@@ -268,5 +271,5 @@ class KVCacheManager:
 
     def _drop(self, g: int, row: int, start: int, stop: int) -> None:
         cols = self.tables_np[g][row, start:stop]
-        self.pool.release(int(block) for block in cols[::-1] if block)
+        self.pool.release(block for block in cols[::-1].tolist() if block)
         cols[:] = 0

@@ -100,7 +100,7 @@ class Scheduler:
         """Queue a request. Its limits have been checked at the front door."""
         assert request.req_id not in self._requests
         assert len(request.tokens_np) < request.len_limit <= self.kv.capacity
-        extend_hashes(request.hashes, request.hash_root, request.tokens_np, self.kv.block_size)
+        self._hash(request, request.tokens_np)
         self._requests[request.req_id] = request
         self._waiting.append(request)
 
@@ -150,7 +150,7 @@ class Scheduler:
         if columns.open_np[row]:  # preempted: it goes on from what was confirmed
             request.tokens_np = columns.known_tokens(row)
         computed = int(columns.computed_np[row])
-        extend_hashes(request.hashes, request.hash_root, columns.tokens_np[row, :computed], self.kv.block_size)
+        self._hash(request, columns.tokens_np[row, :computed])
         self.kv.commit(row, request.hashes, computed)
         if columns.scheduled_ub_np[row] == computed:
             self.kv.commit_last(row, request.hashes, computed)
@@ -159,6 +159,10 @@ class Scheduler:
         columns.open_np[row] = False
         request.row, self._by_row[row] = None, None
         self._draining.discard(row)
+
+    def _hash(self, request: Request, tokens_np: Rows) -> None:
+        if self.kv.prefix_caching:
+            extend_hashes(request.hashes, request.hash_root, tokens_np, self.kv.block_size)
 
     def _request_at(self, row: int) -> Request:
         request = self._by_row[row]
@@ -181,11 +185,8 @@ class Scheduler:
         rows_np = self._running_np
         self.kv.trim_windows(rows_np, columns.computed_np[rows_np])
         # A row at its limit only waits for its output; the device stops it by the same rule.
-        remaining_np = np.where(
-            columns.total_ub_np[rows_np] < columns.len_limit_np[rows_np],
-            columns.total_ub_np[rows_np] - columns.scheduled_ub_np[rows_np],
-            0,
-        )
+        total_np = columns.total_ub_np[rows_np]
+        remaining_np = (total_np - columns.scheduled_ub_np[rows_np]) * (total_np < columns.len_limit_np[rows_np])
         decodes_np = remaining_np == 1
         self._plan_decodes(batch, rows_np if decodes_np.all() else rows_np[decodes_np])
         for row in rows_np[remaining_np > 1].tolist():
@@ -288,10 +289,7 @@ class Scheduler:
             return None
         columns = self.columns
         self._keep_states(rows_np)
-        columns.scheduled_ub_np[rows_np] += takes_np
-        columns.total_ub_np[rows_np] += columns.scheduled_ub_np[rows_np] == columns.total_ub_np[rows_np]
-        columns.in_flight_np[rows_np] += 1
-        seq_lens_np, num_decodes = columns.scheduled_ub_np[rows_np], int((takes_np == 1).sum())
+        seq_lens_np, num_decodes = columns.schedule(rows_np, takes_np), int((takes_np == 1).sum())
         self._step_id += 1
         self.stats.steps += 1
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
@@ -345,10 +343,10 @@ class Scheduler:
                 self.stats.generated_tokens += plan.num_reqs
                 return events
             steady.lose_place()
-        columns, rows_np = self.columns, plan.rows_np
+        columns, rows_np = self.columns, plan.rows_np.astype(np.intp)  # what NumPy takes as an index
         columns.in_flight_np[rows_np] -= 1
         before_np = columns.computed_np[rows_np]
-        gained_np = np.where(columns.open_np[rows_np], output.num_sampled_np, 0)
+        gained_np = output.num_sampled_np * columns.open_np[rows_np]
         ended_np = self._take_tokens(rows_np, output, gained_np)
         # The newest token is never computed. A row that the device stopped computed nothing in later steps, and one
         # whose tokens are dropped computed some that the host doesn't know: neither may reach the prefix cache.
@@ -379,10 +377,10 @@ class Scheduler:
             ended=ended,
         )
 
-    def _take_tokens(self, rows_np: Rows, output: StepOutput, gained_np: Rows) -> Rows:
+    def _take_tokens(self, rows_np: NDArray[np.intp], output: StepOutput, gained_np: Rows) -> NDArray[np.intp]:
         """Append the new tokens; return the rows that are at their end."""
         columns = self.columns
-        ended: list[Rows] = []
+        ended: list[NDArray[np.intp]] = []
         for s in range(output.tokens_np.shape[1]):
             live_np = gained_np > s
             live_rows_np, tokens_np = rows_np[live_np], output.tokens_np[live_np, s]
