@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mrv2
+from mrv2.frontend.results import RequestOutput
 from mrv2.version import __version__
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -51,7 +52,7 @@ class LLM:
 
     def generate(
         self, prompts: Sequence[Mapping[str, list[int]]], params: Sequence[mrv2.SamplingParams], *, use_tqdm: bool
-    ) -> list[mrv2.RequestOutput]:
+    ) -> list[RequestOutput]:
         """All prompts as one batch; every request has all the tokens that it was to have."""
         results = self._llm.generate([prompt["prompt_token_ids"] for prompt in prompts], params)
         assert [len(r.outputs[0].token_ids) for r in results] == [p.max_tokens for p in params]
