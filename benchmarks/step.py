@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_step import SHAPE, TINY, make_model
+from random_model import SHAPE, TINY, make_model
 from timing import environment
 
 import mrv2.frontend.llm
@@ -238,7 +238,7 @@ def main() -> None:
             if "decode" in parts:
                 note("decode", measure_decode(model, batch, device, args.graphs and device.type == "cuda"))
             gc.collect()
-            if "profile" in parts and device.type == "cuda" and batch in (1, 32, 256):
+            if "profile" in parts and device.type == "cuda" and batch in (1, 32, 128, 256):
                 note("profile", measure_profile(model, batch, device, args.graphs))
             gc.collect()
         del model

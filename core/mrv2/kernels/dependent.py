@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrv2.kernels.registry import jit, tl
 
-DEPENDENT_TOKENS = 4
+DEPENDENT_TOKENS = 64
 """Up to how many tokens that is done, on GPUs of compute capability 9 and up: while all of a layer's kernels do it.
 With cuBLAS's between them it gains nothing. `benchmarks/tune_decode.py` measures both."""
 
