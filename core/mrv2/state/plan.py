@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ class BlockCopies:
 _NO_COPIES = BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
 
 
+def _no_copies() -> BlockCopies:
+    return _NO_COPIES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. Requests with one query token come first, so that decode attention is one batch."""
@@ -51,7 +55,7 @@ class StepPlan:
     num_tokens: int
     max_query_len: int
     max_seq_len: int  # upper bound over the batch, this step included
-    copies: BlockCopies = _NO_COPIES
+    copies: BlockCopies = field(default_factory=_no_copies)
     max_decode_len: int | None = None  # upper bound over the first num_decodes; None: max_seq_len
 
     @property
