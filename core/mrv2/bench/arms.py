@@ -19,7 +19,7 @@ from mrv2.bench.steps import NEEDS_CUDA, measure_steps, start_decoding, stop, to
 from mrv2.errors import CommandLineError
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble, load
 from mrv2.frontend.llm import LLM
-from mrv2.runner.device import choose_device
+from mrv2.runner.device import choose_device, on_device
 
 LOAD = 0.7
 """Arrivals a second, as a share of what the first arm's largest batch has shown it can do."""
@@ -138,6 +138,10 @@ class _Visit:
 
     def run(self, rate: float | None) -> float | None:
         """Measure; the rate of arrivals that the next ones shall use too."""
+        with on_device(choose_device(self.config.device)):
+            return self._run(rate)
+
+    def _run(self, rate: float | None) -> float | None:
         work, start = self.work, time.perf_counter()
         parts = assemble(self.model, self.config)
         if parts.limits.device.type == "cuda":

@@ -50,7 +50,6 @@ class InputBuffers:
         assert not any(group.states for group in groups[: self._num_paged]), "groups of states come last"
         # Rows, query starts: all that the host has to say of a step. Both begin at multiples of 16 bytes.
         self.batch = torch.zeros(2, rows // 4 * 4 + 4, dtype=torch.int32, device=device)
-        self._batch_bytes = self.batch.view(-1).view(torch.uint8)
         self._ramp_np = np.arange(self.batch.shape[1], dtype=np.int32)
         self._ring = StagingRing(self.batch.nbytes, device, depth=8)  # a step may need two
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -115,7 +114,7 @@ class InputBuffers:
             self.batch[1].zero_()
             return
         self._stage(plan)[0, -1] = note
-        self._ring.send(self._batch_bytes)
+        self._ring.send(self.batch.view(-1).view(torch.uint8))
 
     @property
     def note(self) -> Tensor:
