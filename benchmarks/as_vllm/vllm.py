@@ -42,7 +42,7 @@ class LLM:
         self._llm = mrv2.LLM(
             model,
             weights="random",
-            device=os.environ.get("MRV2_DEVICE", "auto"),
+            device=os.environ.get("BENCH_DEVICE", "auto"),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max(8192, max_num_seqs),
