@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_step import SHAPE
+from random_model import SHAPE
 from safetensors.torch import save_file
 from timing import environment
 
