@@ -14,9 +14,8 @@ from mrv2.errors import EngineError, OutputError
 from mrv2.frontend import output_processor
 from mrv2.frontend.output_processor import OutputProcessor
 from mrv2.frontend.ticket import ResultFuture, Ticket
-from mrv2.runner.outputs import LogprobsOutput
+from mrv2.runner.outputs import LogprobsOutput, StepEvents
 from mrv2.runner.request import FinishReason
-from mrv2.runner.scheduler import StepEvents
 from mrv2.testing.byte_tokenizer import ByteTokenizer
 from mrv2.testing.null_model import null_engine
 

@@ -306,6 +306,7 @@ def test_splits_fit_the_workspace(processors: int) -> None:
             num_splits, min_split = choose_splits(num_pairs, reach, processors)
             assert num_splits == 1 or num_splits * num_pairs <= 32 * processors
             assert (num_splits - 1) * min_split < reach
-    assert choose_splits(8, 32768, 132) == (66, 64)
+    assert choose_splits(8, 32768, 132) == (99, 32)
+    assert choose_splits(256, 32768, 132) == (3, 64)
     assert choose_splits(2048, 1024, 132) == (1, 1024)
-    assert choose_splits(512, 32768, 132) == (8, 1024)
+    assert choose_splits(1024, 32768, 132) == (4, 1024)

@@ -12,6 +12,11 @@ from mrv2.kernels.prefill_attention import prefill_attention
 from mrv2.kernels.write_kv_cache import write_kv_cache
 from mrv2.state.view import CacheMeta
 
+PROJECTED_TOKENS = range(5, 33)
+"""Steps whose attention starts from the projection: 3 to 5 % of a step are gained there. Each split of a request does
+the norm and the rotation anew, which costs more than a launch where one request has many splits, and is as much work as
+everything else where there are many requests."""
+
 
 class TritonAttention:
     """`AttentionBackend` by Triton kernels. Never reads a tensor on the host; what it launches can be captured.
@@ -85,9 +90,13 @@ class TritonAttention:
         args: AttentionArgs,
     ) -> Tensor | None:
         """Norm, rotation, cache write and attention of a packed projection, in one launch; None: this step isn't one of
-        single tokens, or the window too narrow. `norms` and `angles` as `attend_projected` takes them.
+        single tokens, its size isn't one where that pays, or the window is too narrow. `norms` and `angles` as
+        `attend_projected` takes them.
         """
-        if not 0 < qkv.shape[0] == meta.num_decodes or (args.window is not None and args.window < 2):
+        num_tokens = qkv.shape[0]
+        if num_tokens not in PROJECTED_TOKENS or num_tokens != meta.num_decodes:
+            return None
+        if args.window is not None and args.window < 2:
             return None
         q_weight, k_weight, q_eps, k_eps = norms
         out = qkv.new_empty(qkv.shape[0], args.num_heads, args.head_dim)

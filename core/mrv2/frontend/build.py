@@ -21,7 +21,7 @@ from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
 from mrv2.layers.custom import CacheHandle
 from mrv2.layers.native import NativeLayers
-from mrv2.loader.load import load_model
+from mrv2.loader.load import load_model, random_model
 from mrv2.loader.model import ModelLocation, resolve_model
 from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
 from mrv2.manifest import Capability
@@ -82,6 +82,7 @@ class EngineConfig:
             room appears (`LLM.generate`). Each costs the memory of its prompt, and waits for all before it: the
             default keeps 64 rows busy for a while without hiding for long that they can't keep up. None: no limit.
         seed: of the generator behind unseeded requests; None: from the system.
+        weights: "checkpoint", or "random": the model's folder needs a config only. For measurements.
     """
 
     dtype: str = "auto"
@@ -100,6 +101,7 @@ class EngineConfig:
     debug: bool = False
     max_queue: int | None = 4096
     seed: int | None = None
+    weights: Literal["checkpoint", "random"] = "checkpoint"
 
     def __post_init__(self) -> None:
         def whole(x: object, low: int, high: int = 2**31 - 1) -> bool:
@@ -121,6 +123,7 @@ class EngineConfig:
             ("graphs", self.graphs is None or isinstance(self.graphs, bool), "true, false, or None"),
             ("graphs", not (self.graphs and self.debug), "left out or false with debug=True"),
             ("graphs", not (self.graphs and self.runner == "sync"), "left out or false with runner='sync'"),
+            ("weights", self.weights in ("checkpoint", "random"), "checkpoint or random"),
             ("debug", isinstance(self.debug, bool), "true or false"),
             ("runner", not self.debug or self.runner == "async", "async with debug=True"),
             ("max_queue", self.max_queue is None or whole(self.max_queue, 1), "an integer of at least 1, or None"),
@@ -179,7 +182,8 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     ctx = model_config.context()
     layers = NativeLayers()
     with on_device(device):
-        module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
+        make = load_model if config.weights == "checkpoint" else random_model
+        module = make(model_config, adapter, layers, device=device, dtype=dtype)
     specs = layers.caches.values()
     if any(isinstance(spec, PerRequest) for spec in specs):
         require(Capability.RECURRENT, "native", adapter.entry, setting=f"a state per request in {location.name}")

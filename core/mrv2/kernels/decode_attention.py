@@ -144,7 +144,8 @@ def launch_decode(
     assert fresh is None or (fresh.cos.is_contiguous() and fresh.sin.is_contiguous())
     q_weight = None if fresh is None else fresh.q_weight
     k_weight = None if fresh is None else fresh.k_weight
-    _decode_attention_kernel[(kv_heads, num_splits, num_decodes)](
+    # Splits last: those that a request is too short for come after all that have work, which is then spread evenly.
+    _decode_attention_kernel[(kv_heads, num_decodes, num_splits)](
         q,
         cache,
         block_table,
@@ -233,8 +234,8 @@ def _decode_attention_kernel(
 ):
     await_previous(DEPENDENT)
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    i = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     seq_len = tl.load(seq_lens + i)
     lo = 0
     if WINDOW > 0:

@@ -12,6 +12,9 @@ from mrv2.kernels.registry import triton
 _SLOTS_PER_PROCESSOR = 32
 """Partial results there is room for."""
 
+PROGRAMS_PER_PROCESSOR = 6
+"""What pairs are split for: enough loads are on their way then, and combining costs no more than is gained."""
+
 
 @dataclass(frozen=True, slots=True)
 class Partials:
@@ -69,18 +72,20 @@ class DecodeWorkspace:
 def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int]:
     """Programs per pair of request and key head, and tokens that a split is at least given.
 
-    Lengths are known to the device only. Few pairs are split until all processors are busy. Many are split
-    only where they are long, so that one long request among short ones isn't left to a few programs.
+    Lengths are known to the device only. Few pairs are split until all processors are busy, the fewer the shorter the
+    splits. Many are split only where they are long, so that one long request among short ones isn't left to a few
+    programs.
 
     Args:
         num_pairs: requests times key heads.
         reach: upper bound of the keys of one query.
         processors: multiprocessors of the device.
     """
-    if num_pairs <= processors:
-        most, min_split = triton.cdiv(4 * processors, num_pairs), 64
-    else:
+    most, min_split = round(PROGRAMS_PER_PROCESSOR * processors / num_pairs), 64
+    if most <= 1:
         most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
+    elif most >= 64:
+        min_split = 32
     return max(1, min(most, triton.cdiv(reach, min_split))), min_split
 
 
@@ -94,12 +99,16 @@ class Tile:
 
 
 def choose_tile(head_dim: int, dtype: torch.dtype, *, pairs: int, processors: int) -> Tile:
-    """By dtype and head size, and by how many programs there are to a processor: where those of many requests take
-    turns, small ones leave no processor idle at the end, and the loads of several hide one another's wait.
+    """By dtype and head size, and by how many programs there are to a processor.
+
+    Small tiles leave no processor idle at the end, and loads of several programs hide one another's wait. One warp
+    does where few programs share a processor, and where all of them just fit; between and beyond, two are quicker (as
+    `benchmarks/tune_decode.py` found on an H200 at lengths of 288, 1024 and 4096).
     """
     wide = triton.next_power_of_2(head_dim)
     if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
         return Tile(keys=32, num_warps=8, num_stages=2)
     if wide <= 128:
-        return Tile(keys=16, num_warps=2, num_stages=4) if pairs > 4 * processors else Tile(64, 4, 3)
+        single = pairs <= 2 * processors or 5 * processors < pairs <= 8 * processors
+        return Tile(keys=16, num_warps=1 if single else 2, num_stages=4)
     return Tile(keys=32, num_warps=4, num_stages=3)

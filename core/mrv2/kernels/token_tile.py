@@ -61,7 +61,7 @@ def choose_token_tile(num_tokens: int, num_rows: int, size: int, *, splits: bool
     share = 1
     if splits:  # few rows don't fill the processors by themselves
         share = max(1, min(triton.cdiv(size, 512), 128 * rows // num_rows))
-    depth = 128 if block <= 32 else 64
+    depth = 64 if block > 32 else 128 if splits else 256
     stages = min(max(2, SHARED // (2 * depth * (block + rows))), triton.cdiv(size, share * depth) + 1, 6)
     return TokenTile(rows, depth, share, stages, 4 if block <= 64 else 8)
 

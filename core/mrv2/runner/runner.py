@@ -120,7 +120,6 @@ class Runner:
             return self._begin(plan, needs)
         return replace(self._begin(rest, self._needs_of(rest, needs)), decodes=done)
 
-    @torch.inference_mode()
     def finish(self, step: PendingStep | Pending) -> Pending:
         """Sample, write back to the request table, and start the copy to the host."""
         if not isinstance(step, PendingStep):
@@ -137,6 +136,7 @@ class Runner:
     def _prepare(self, plan: StepPlan) -> StepView:
         return self._buffers.prepare(plan, self._requests, self._tables)
 
+    @torch.inference_mode()
     def _finish(self, step: PendingStep) -> PendingOutput:
         sampled = self._sample(step.hidden, step.view, step.needs)
         tokens, num_sampled = self._write_back(step.view, sampled)
