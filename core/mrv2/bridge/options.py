@@ -23,20 +23,28 @@ def check_requests() -> None:
     """Wrap vLLM's check. May be called again."""
     from vllm import SamplingParams
 
-    original = SamplingParams.verify
+    original, from_tokenizer = SamplingParams.verify, SamplingParams.update_from_tokenizer
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
     def verify(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, model_config, *args, **kwargs)
         state = _state_of(getattr(model_config, "architecture", ""))
+        if state is not None:
+            _check_grammar(self, model_config)
+        result = original(self, model_config, *args, **kwargs)
         if state is not None:
             _check(state, self.extra_args or {})
         return result
 
+    @functools.wraps(from_tokenizer)
+    def update_from_tokenizer(self: Any, tokenizer: Any) -> Any:
+        _stop_at(self, getattr(tokenizer, "end_token_ids", ()))
+        return from_tokenizer(self, tokenizer)
+
     setattr(verify, _MARK, True)
     SamplingParams.verify = verify
+    SamplingParams.update_from_tokenizer = update_from_tokenizer
 
 
 def _check(state: Any, extra_args: Mapping[str, Any]) -> None:
@@ -47,6 +55,27 @@ def _check(state: Any, extra_args: Mapping[str, Any]) -> None:
         state.check_options({name: value for name, value in extra_args.items() if name not in VLLM_OWN})
     except RequestError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+
+def _check_grammar(params: Any, model_config: Any) -> None:
+    """A grammar is made of the tokens' strings, which an adapter's tokenizer needn't have."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    if params.structured_outputs is None or not model_config.tokenizer_mode.startswith("mrv2_"):
+        return
+    if hasattr(cached_tokenizer_from_config(model_config), "end_token_ids"):  # a `HostedTokenizer`
+        raise VLLMValidationError(
+            "structured outputs need a tokenizer of transformers', and this adapter brings another (mrv2_tokenizer)",
+            parameter="structured_outputs",
+        )
+
+
+def _stop_at(params: Any, end_token_ids: tuple[int, ...]) -> None:
+    """Of a tokenizer's end tokens vLLM knows the first; these are the others."""
+    params._all_stop_token_ids.update(end_token_ids)
+    if not params.ignore_eos and len(end_token_ids) > 1:
+        params.stop_token_ids = [*(params.stop_token_ids or ()), *end_token_ids[1:]]
 
 
 @functools.cache
