@@ -11,6 +11,7 @@ from mrv2.attn.groups import BoundCache, KVGroup
 from mrv2.layers.context import NativeContext
 from mrv2.layers.one_token import one_token_for
 from mrv2.model_state.base import ModelState
+from mrv2.sample.processors import Processors
 from mrv2.state.block_copies import BlockCopier
 from mrv2.state.plan import BlockCopies
 from mrv2.state.view import AttnMetadata, StepView
@@ -25,6 +26,7 @@ class ForwardPass:
         groups: KV groups, in the order of `StepView.block_tables`.
         caches: layer name to its cache.
         pages: the tensors behind the caches, [num_blocks, page_bytes] uint8.
+        processors: the adapter's own, of logits.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class ForwardPass:
         *,
         caches: Mapping[str, BoundCache],
         pages: Sequence[Tensor],
+        processors: Processors | None = None,
     ) -> None:
         self.model = model
         self.state = state
+        self.processors = processors or Processors()
         self._caches = caches
         self._group_of = {name: group.name for group in groups for name in group.layers}
         self._backend = select_backend(state.limits.device)
