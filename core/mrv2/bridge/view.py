@@ -53,7 +53,8 @@ class Views:
         return StepView(
             num_reqs=reqs,
             num_tokens=padded,
-            max_query_len=batch.max_query_len or int(lens_np.max(initial=1)),
+            # 0.26 promises no length beyond the scheduled ones.
+            max_query_len=getattr(batch, "max_query_len", None) or int(lens_np.max(initial=1)),
             max_seq_len=int(batch.seq_lens_cpu_upper_bound.max()),
             num_decodes=int(longer[0]) if len(longer) else n,
             rows=rows,

@@ -123,7 +123,6 @@ class Runner:
             return self._begin(plan, needs)
         return replace(self._begin(rest, self._needs_of(rest, needs)), decodes=done)
 
-    @torch.inference_mode()
     def finish(self, step: PendingStep | Pending) -> Pending:
         """Sample, write back to the request table, and start the copy to the host."""
         if not isinstance(step, PendingStep):
@@ -140,6 +139,7 @@ class Runner:
     def _prepare(self, plan: StepPlan) -> StepView:
         return self._buffers.prepare(plan, self._requests, self._tables)
 
+    @torch.inference_mode()
     def _finish(self, step: PendingStep) -> PendingOutput:
         sampled = self._sample(step.hidden, step.view, step.needs)
         tokens, num_sampled = self._write_back(step.view, sampled)
@@ -182,7 +182,8 @@ class Runner:
     # -- replayed ----------------------------------------------------------------------------------------
 
     def _needs(self, plan: StepPlan) -> SamplerNeeds:
-        return replace(self._sampling.needs(plan.rows_np), processed=self._processors.wanted(plan.rows_np))
+        needs = self._sampling.needs(plan.rows_np)
+        return replace(needs, processed=True) if self._processors.wanted(plan.rows_np) else needs
 
     def _needs_of(self, part: StepPlan, whole: SamplerNeeds) -> SamplerNeeds:
         """Of both parts of a step as many log-probabilities, so that their outputs can be joined."""

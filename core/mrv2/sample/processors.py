@@ -66,9 +66,9 @@ class Processors:
         limits: of the runner.
     """
 
-    def __init__(self, classes: Sequence[type[LogitsProcessor]] = (), limits: Limits | None = None) -> None:
-        self.made = tuple(kind(limits) for kind in classes) if limits is not None else ()
-        self._wanted_np = np.zeros(limits.max_rows if limits is not None and self.made else 0, bool)
+    def __init__(self, classes: Sequence[type[LogitsProcessor]], limits: Limits) -> None:
+        self.made = tuple(kind(limits) for kind in classes)
+        self._wanted_np = np.zeros(limits.max_rows, bool)
 
     def __bool__(self) -> bool:
         return bool(self.made)

@@ -5,6 +5,7 @@
 # owner = "tests"
 # [capabilities]
 # chunked_prefill = "both"
+# recurrent = "both"
 # ///
 """One defect per architecture, and one that declares no prefix caching."""
 
