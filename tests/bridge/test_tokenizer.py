@@ -88,7 +88,7 @@ def _refusals(llm, params):
         llm.generate("w1", params(structured_outputs=StructuredOutputsParams(choice=["w1"])), use_tqdm=False)
     with pytest.raises(VLLMValidationError, match="chat template takes no tools"):
         llm.chat(CHAT, tools=[{"type": "function", "function": {"name": "f"}}], use_tqdm=False)
-    with pytest.raises(VLLMValidationError, match="out of vocabulary"):
+    with pytest.raises((VLLMValidationError, ValueError), match="out of vocabulary"):
         llm.generate({"prompt_token_ids": [61]}, use_tqdm=False)
 
 
@@ -113,7 +113,7 @@ def test_a_tokenizer_of_transformers_kind_is_vllms_own(text_model):
     own = AutoTokenizer.from_pretrained(text_model)
     made = source(own).from_pretrained("/there")
     assert isinstance(made, type(own))
-    assert made.max_token_id == len(own) - 1
+    assert len(made) == len(own)
 
 
 def test_a_tokenizer_without_a_size(tmp_path):
