@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch
 from random_model import SHAPE, make_model
-from step import Replays
 from tune_products import tuned, winners
 from tuning import Report
 
 from mrv2 import SamplingParams
+from mrv2.bench.steps import Replays
 from mrv2.frontend.build import EngineConfig, assemble
 from mrv2.kernels import dependent
 from mrv2.layers import fused

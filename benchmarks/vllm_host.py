@@ -10,7 +10,8 @@ adapter as `Mrv2Qwen3ForCausalLM`. Both run in Model Runner V2 with the same set
     python benchmarks/vllm_host.py [--tp 2] [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
 
 Needs a GPU and vLLM (vllm_site.sh installs what was brought along); `--tiny` runs every line on a CPU. The file is
-written after each part. An arm that fails or takes too long shows the end of its log, and the rest goes on.
+written after each part, and logs of the arms beside it. An arm that fails or takes too long shows the end of its log,
+and the rest goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_step import SHAPE
+from random_model import SHAPE
 from safetensors.torch import save_file
 from timing import environment
 
@@ -364,7 +365,7 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
                 f"{arm} {dtype}",
                 engine_settings(args, work / "model", arm, dtype),
                 arm_environment(work, 2 * i + j),
-                work / f"{arm}-{dtype}.log",
+                args.json.with_suffix(f".{arm}-{dtype}.log") if args.json else work / f"{arm}-{dtype}.log",
             )
             for j, arm in enumerate(ARMS)
         }
@@ -422,6 +423,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="when to stop measuring")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: tries the script, measures nothing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the arms are ended too
     result = environment(torch.device("cpu" if args.tiny else "cuda"))
     result["versions"] |= {"vllm": version("vllm"), "transformers": transformers.__version__}
     result |= {"tensor_parallel_size": args.tp, "final_norm_weight": PEAK}
