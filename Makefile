@@ -1,6 +1,7 @@
-# Two commands do everything on a fresh machine with Python >= 3.11:
-#   make demo    install, then generate with real weights
-#   make test    install, then lint, types and the whole test suite
+# Three commands do everything on a fresh machine with Python >= 3.11:
+#   make demo           install, then generate with real weights
+#   make test           install, then lint, types and all tests of the core and the adapters
+#   make test test-vllm  and then all tests inside a real vLLM: what CI runs, one after the other since some measure time
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mrv2.model_state.parts import InputPart
     from mrv2.registry import Registry
     from mrv2.sample.params import SamplingParams
+    from mrv2.sample.processors import LogitsProcessor, LogitsView
 
 # Name to module. Imported on first use: `mrv2 --help` and an adapter's hooks must not wait for torch.
 _HOMES = {
@@ -30,6 +31,8 @@ _HOMES = {
     "GraphPlan": "mrv2.model_state.graphs",
     "GraphSupport": "mrv2.model_state.graphs",
     "InputPart": "mrv2.model_state.parts",
+    "LogitsProcessor": "mrv2.sample.processors",
+    "LogitsView": "mrv2.sample.processors",
     "ModelState": "mrv2.model_state.base",
     "Mrv2Error": "mrv2.errors",
     "Registry": "mrv2.registry",
@@ -49,6 +52,8 @@ __all__ = [
     "GraphPlan",
     "GraphSupport",
     "InputPart",
+    "LogitsProcessor",
+    "LogitsView",
     "ModelState",
     "Mrv2Error",
     "Registry",
