@@ -24,7 +24,8 @@ from torch.nn.attention.bias import causal_lower_right
 from mrv2.api import RequestData
 from mrv2.attn.backend import AttentionArgs
 from mrv2.attn.groups import KVGroup
-from mrv2.kernels.decode_attention import DecodeWorkspace, decode_attention
+from mrv2.kernels.decode_attention import decode_attention
+from mrv2.kernels.decode_splits import DecodeWorkspace
 from mrv2.kernels.prefill_attention import prefill_attention
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from mrv2.sample.sampler import Sampler

@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_step import SHAPE, TINY, make_model
+from random_model import SHAPE, TINY, make_model
 from timing import environment
 
 import mrv2.frontend.llm
 from mrv2 import LLM, SamplingParams
+from mrv2.bench.steps import WARM, measure_steps, profile_steps, start_decoding
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
-from mrv2.runner.outputs import PendingOutput, RingOutput
 
-PROMPT, MEASURED_FROM, MEASURED = 256, 16, 32  # 272 to 304 tokens of context
+PROMPT, MEASURED = 256, 32  # 272 to 304 tokens of context
 DECODE = [(1, 32, 512, 0.0), (32, 32, 512, 0.0), (128, 32, 512, 0.0), (256, 32, 512, 0.0), (256, 32, 512, 1.0)]
 DECODE += [(256, 512, 256, 1.0)]
 SETTINGS = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_tokens": 8192, "prefix_caching": False, "seed": 0}
@@ -48,69 +48,7 @@ SETTINGS = {"max_model_len": 4096, "max_num_seqs": 512, "max_num_tokens": 8192, 
 # -- steps -------------------------------------------------------------------------------------------------
 
 
-class Replays:
-    """Events around every replay within."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def __enter__(self) -> Replays:
-        self._replay = replay = torch.cuda.CUDAGraph.replay
-
-        def marked(graph: torch.cuda.CUDAGraph) -> None:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            replay(graph)
-            last.record()
-            self.marks.append((first, last))
-
-        torch.cuda.CUDAGraph.replay = marked  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.CUDAGraph.replay = self._replay  # type: ignore[method-assign]
-
-    def report(self) -> dict[str, Any]:
-        torch.cuda.synchronize()
-        if not self.marks:
-            return {"replays": 0}
-        device = [first.elapsed_time(last) * 1e3 for first, last in self.marks]
-        pairs = zip(self.marks, self.marks[1:], strict=False)
-        idle = [last.elapsed_time(first) * 1e3 for (_, last), (first, _) in pairs] or [0.0]
-        return {
-            "replays": len(device),
-            "device_us": round(statistics.median(device), 1),
-            "device_us_worst": round(max(device), 1),
-            "idle_us": round(statistics.median(idle), 1),
-            "idle_share": round(sum(idle) / (sum(idle) + sum(device)), 4),
-        }
-
-
-@contextmanager
-def waits() -> Iterator[list[float]]:
-    """Seconds of each wait for an output."""
-    waited: list[float] = []
-    originals = {kind: kind.wait for kind in (PendingOutput, RingOutput)}
-
-    def timed(kind: Any) -> Any:
-        def wait(pending: Any) -> Any:
-            start = time.perf_counter()
-            output = originals[kind](pending)
-            waited.append(time.perf_counter() - start)
-            return output
-
-        return wait
-
-    for kind in originals:
-        kind.wait = timed(kind)  # type: ignore[method-assign]
-    try:
-        yield waited
-    finally:
-        for kind, wait in originals.items():
-            kind.wait = wait  # type: ignore[method-assign]
-
-
-def start_decoding(model: LoadedModel, batch: int, device: torch.device, graphs: bool) -> EngineParts:
+def decoding(model: LoadedModel, batch: int, device: torch.device, graphs: bool) -> EngineParts:
     """An engine with `batch` requests that are all past their prompts."""
     config = EngineConfig(
         device=str(device),
@@ -120,35 +58,14 @@ def start_decoding(model: LoadedModel, batch: int, device: torch.device, graphs:
         graphs=graphs,
     )
     parts = assemble(model, config)
-    rng = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=1024, ignore_eos=True)
-    for i in range(batch):
-        ids = [rng.randrange(model.config.vocab_size) for _ in range(PROMPT)]
-        parts.engine.add([parts.intake.request(str(i), ids, params)])
-    stats = parts.engine.scheduler.stats
-    while stats.generated_tokens < batch * MEASURED_FROM:
-        parts.engine.step()
+    start_decoding(parts, batch, prompt_len=PROMPT, steps=MEASURED, rng=random.Random(0))
     return parts
 
 
 def measure_decode(model: LoadedModel, batch: int, device: torch.device, graphs: bool) -> dict[str, Any]:
-    parts = start_decoding(model, batch, device, graphs)
-    result: dict[str, Any] = {"batch": batch, "context": PROMPT + MEASURED_FROM + MEASURED // 2}
-    if graphs:
-        with Replays() as replays:
-            for _ in range(MEASURED):
-                parts.engine.step()
-        result |= replays.report()
-    # Without events between the steps, and at slightly longer contexts.
-    with waits() as waited:
-        start = time.perf_counter()
-        for _ in range(3 * MEASURED):
-            parts.engine.step()
-        wall = time.perf_counter() - start
-    result |= {
-        "step_us": round(wall / (3 * MEASURED) * 1e6, 1),
-        "host_us": round((wall - sum(waited)) / (3 * MEASURED) * 1e6, 1),
-    }
+    parts = decoding(model, batch, device, graphs)
+    result: dict[str, Any] = {"batch": batch, "context": PROMPT + WARM + MEASURED // 2}
+    result |= measure_steps(parts, MEASURED)
     if parts.graphs is not None:
         stats = parts.graphs
         result["graphs"] = {
@@ -159,31 +76,8 @@ def measure_decode(model: LoadedModel, batch: int, device: torch.device, graphs:
     return result
 
 
-def measure_profile(
-    model: LoadedModel, batch: int, device: torch.device, graphs: bool, steps: int = 5
-) -> dict[str, Any]:
-    parts = start_decoding(model, batch, device, graphs)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            parts.engine.step()
-        torch.cuda.synchronize()
-    events = [e for e in profile.key_averages() if e.self_device_time_total > 0]
-    kernels = sorted(events, key=lambda e: -e.self_device_time_total)
-    return {
-        "batch": batch,
-        "device_us": round(sum(e.self_device_time_total for e in kernels) / steps, 1),
-        "launches": round(sum(e.count for e in kernels) / steps, 1),
-        "kernels": [
-            {
-                "name": e.key[:100],
-                "us": round(e.self_device_time_total / steps, 1),
-                "count": round(e.count / steps, 1),
-                "us_each": round(e.self_device_time_total / e.count, 2),
-            }
-            for e in kernels[:30]
-        ],
-    }
+def measure_profile(model: LoadedModel, batch: int, device: torch.device, graphs: bool) -> dict[str, Any]:
+    return {"batch": batch} | profile_steps(decoding(model, batch, device, graphs))
 
 
 # -- requests ----------------------------------------------------------------------------------------------
@@ -344,7 +238,7 @@ def main() -> None:
             if "decode" in parts:
                 note("decode", measure_decode(model, batch, device, args.graphs and device.type == "cuda"))
             gc.collect()
-            if "profile" in parts and device.type == "cuda" and batch in (1, 32, 256):
+            if "profile" in parts and device.type == "cuda" and batch in (1, 32, 128, 256):
                 note("profile", measure_profile(model, batch, device, args.graphs))
             gc.collect()
         del model

@@ -31,7 +31,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from gpu_step import SHAPE, TINY, make_model
+from random_model import SHAPE, TINY, make_model
 from timing import environment
 
 import mrv2.frontend.llm as llm_module

@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mrv2.bench.environment import environment
+
+__all__ = ["copy_bandwidth", "eager_us", "environment", "graph_us", "host_us", "kernels_us"]
+
 QUEUED = 3
 """Calls enqueued at a time: fewer than a staging ring has buffers, so that the host never waits between them."""
 
 Run = Callable[[], Any]
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Command, date, card and versions, for the head of a result."""
-    cuda = device.type == "cuda"
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        import triton
-    except ImportError:
-        pass
-    else:
-        versions["triton"] = triton.__version__
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "card": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "versions": versions | ({"driver": driver_version()} if cuda else {}),
-    }
-
-
-def driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return lines[0] if lines else "unknown"
 
 
 def copy_bandwidth() -> float:

@@ -73,7 +73,9 @@ def mrv2_speculator(ctx: AdapterContext) -> type | None:
 
 @hookspec(firstresult=True)
 def mrv2_logits_processors(ctx: AdapterContext) -> Sequence[Any] | None:
-    """Processors that run after penalties and before temperature. With capability `logits_processors`."""
+    """Classes of processors, `mrv2.LogitsProcessor`, that run after penalties and before temperature, in this order.
+    With capability `logits_processors`.
+    """
 
 
 @hookspec(firstresult=True)

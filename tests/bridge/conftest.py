@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -227,6 +228,18 @@ def scaled(tmp_path_factory):
         return model(inputs_embeds=x[None], use_cache=False).logits[0].log_softmax(-1)
 
     return Oracle(folder, "ScaledForCausalLM", logprobs)
+
+
+@pytest.fixture(scope="session")
+def text_folder(text_model, tmp_path_factory):
+    """The tokenizer of `text_model`, and a model whose heads are as wide as vLLM's attention for CPUs wants them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    config = transformers.AutoConfig.from_pretrained(text_model)
+    config.update(sizes | {"head_dim": 32})
+    folder = make_checkpoint(tmp_path_factory.mktemp("text") / "model", config, seed=6)
+    for file in (*text_model.glob("token*"), *text_model.glob("*.jinja")):
+        shutil.copy(file, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def test_a_ragged_batch_and_prefix_hits(name, oracle, engine, generate, runner_o
     with engine(one.folder, **one.settings) as llm:
         model = runner_of(llm).model
         assert type(model).__name__ == one.architecture
-        assert type(model).__mro__[2].__module__.startswith("mrv2_adapter_")
+        assert any(c.__module__.startswith("mrv2_adapter_") for c in type(model).__mro__)
         cold = generate(llm, prompts)
         one.check(prompts, cold)
         assert [cached for _, _, cached in cold] == [0] * len(prompts)

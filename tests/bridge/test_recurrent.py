@@ -2,12 +2,16 @@
 
 import pytest
 
+from mrv2.bridge.older import ONE_LAYOUT
+from mrv2.errors import UnsupportedError
+
 CONFIGS = {
     "hybrid": {},
     "states-only": {"mixers": ["decay", "average"]},
     "own-only": {"mixers": ["decay", "biased", "average", "biased"]},
     "big-state": {"mixers": ["decay", "attention", "average", "attention"], "decay_key": 31, "decay_value": 33},
 }
+PREFIX = {"hybrid": {}, "alike": {"mixers": ["decay", "attention", "decay"]}}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -19,9 +23,17 @@ def test_chunks_and_reused_slots(name, tidal, engine, generate, ragged):
             one.check(prompts, generate(llm, prompts))
 
 
-def test_prefix_hits(tidal, engine, generate, ragged):
-    one = tidal()
+@pytest.mark.parametrize("name", ["hybrid", "alike"])
+def test_prefix_hits(name, tidal, engine, generate, ragged):
+    one = tidal(**PREFIX[name])
     prompts = ragged((100, 40, 90))
+    if name == "hybrid" and ONE_LAYOUT:
+        with (
+            pytest.raises(UnsupportedError, match="states of 2 layouts"),
+            engine(one.folder, max_model_len=128, enable_prefix_caching=True),
+        ):
+            pass
+        return
     with engine(one.folder, max_model_len=128, enable_prefix_caching=True) as llm:
         one.check(prompts, generate(llm, prompts))
         longer = [[*p, 5, 6, 7] for p in prompts]

@@ -15,7 +15,12 @@ OVERLAYS = [Path(p) for p in os.environ.get("MRV2_VLLM_OVERLAYS", "").split(os.p
 
 SMOKE = (
     f"{HERE}/test_parity.py::test_a_ragged_batch_and_prefix_hits[llama]",
+    f"{HERE}/test_parity.py::test_a_ragged_batch_and_prefix_hits[qwen3]",
     f"{HERE}/test_parity.py::test_chunks_and_preemptions[llama]",
+    f"{HERE}/test_extra_input.py::test_mixed_values_in_one_batch",
+    f"{HERE}/test_recurrent.py::test_chunks_and_reused_slots[hybrid]",
+    f"{HERE}/test_recurrent.py::test_prefix_hits[hybrid]",
+    f"{HERE}/test_recurrent.py::test_prefix_hits[alike]",
     f"{HERE}/test_errors.py::test_this_vllm_is_listed",
 )
 

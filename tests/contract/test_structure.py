@@ -33,6 +33,7 @@ TIERS = {
     "runner": 3,
     "debug": 4,
     "frontend": 5,
+    "bench": 6,
     "bridge": 5,
     "testing": 6,
     "scaffold": 6,

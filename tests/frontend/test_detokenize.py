@@ -9,19 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from mrv2.frontend.detokenize import IncrementalDetokenizer
 from mrv2.frontend.text_stream import StopStrings
 from mrv2.loader.tokenizer import FolderTokenizer
-
-
-class Bytes:
-    """One token a byte; token 256 is special."""
-
-    eos_token_ids = ()
-
-    def decode(self, ids, *, skip_special_tokens=True):
-        text = b"".join(bytes([i]) if i < 256 else (b"" if skip_special_tokens else b"<s>") for i in ids)
-        return text.decode("utf-8", errors="replace")
-
-    def decode_batch(self, batch, *, skip_special_tokens=True):
-        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
+from mrv2.testing.byte_tokenizer import ByteTokenizer
 
 
 class Words:
@@ -46,20 +34,20 @@ def push(detokenizer, tokenizer, ids, *, batched):
 )
 def test_any_text_in_any_pieces(prompt, text, cuts, batched):
     ids, out = list(text.encode()), []
-    detokenizer = IncrementalDetokenizer(Bytes(), list(prompt.encode()), skip_special_tokens=True)
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), list(prompt.encode()), skip_special_tokens=True)
     for n in [*cuts, len(ids)]:
-        out.append(push(detokenizer, Bytes(), ids[:n], batched=batched))
+        out.append(push(detokenizer, ByteTokenizer(), ids[:n], batched=batched))
         ids = ids[n:]
     out.append(detokenizer.flush())
     assert "".join(out) == text
-    at_once = IncrementalDetokenizer(Bytes(), list(prompt.encode()), skip_special_tokens=True)
+    at_once = IncrementalDetokenizer(ByteTokenizer(), list(prompt.encode()), skip_special_tokens=True)
     ids = list(text.encode())
-    assert at_once.whole(ids, Bytes().decode_batch(at_once.windows(ids))) == text
+    assert at_once.whole(ids, ByteTokenizer().decode_batch(at_once.windows(ids))) == text
 
 
 @given(text=st.text(st.characters(min_codepoint=32, exclude_categories=("Cs",)), min_size=1, max_size=40))
 def test_no_piece_ever_shows_half_a_character(text):
-    detokenizer = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=True)
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), [], skip_special_tokens=True)
     shown = ""
     for byte in text.replace("�", "").encode():
         shown += detokenizer.push([byte])
@@ -69,7 +57,7 @@ def test_no_piece_ever_shows_half_a_character(text):
 
 @given(ids=st.lists(st.integers(0, 256), max_size=60))
 def test_garbage_is_given_out_in_bounded_time(ids):
-    detokenizer = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=True)
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), [], skip_special_tokens=True)
     for i in ids:
         detokenizer.push([i])
         assert len(detokenizer._window) <= 6 + 2 * 17
@@ -83,8 +71,8 @@ def test_spaces_between_tokens_survive():
 
 
 def test_special_tokens_are_shown_on_demand():
-    shown = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=False)
-    hidden = IncrementalDetokenizer(Bytes(), [], skip_special_tokens=True)
+    shown = IncrementalDetokenizer(ByteTokenizer(), [], skip_special_tokens=False)
+    hidden = IncrementalDetokenizer(ByteTokenizer(), [], skip_special_tokens=True)
     assert (shown.push([65, 256]), hidden.push([65, 256])) == ("A<s>", "A")
 
 

@@ -1,9 +1,6 @@
 """`mrv2.LLM` as its users call it: batches, streams, stop strings, wrong input, failure, cancellation."""
 
 import asyncio
-import multiprocessing
-import subprocess
-import sys
 import threading
 import time
 
@@ -333,14 +330,6 @@ def test_on_done_that_raises_aborts_the_rest(llm):
     assert llm.generate("d", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_closing_in_a_callback_returns(text_model):
-    llm = LLM(str(text_model))
-    future = llm.submit(["the cat"], GREEDY)[0]
-    future.add_done_callback(lambda _: llm.close())
-    assert future.result(timeout=60).outputs[0].finish_reason == "length"
-    llm.close()
-
-
 def test_a_tokenizer_that_fails_on_one_request_loses_only_that(text_model):
     with LLM(str(text_model)) as llm:
         decode = llm.model.tokenizer.decode
@@ -363,40 +352,6 @@ def test_a_tokenizer_that_fails_on_one_request_loses_only_that(text_model):
         with pytest.raises(OutputError):
             asyncio.run(collect(llm, "the rat", GREEDY))
         assert llm.generate(good, GREEDY)[0].outputs[0].finish_reason == "length"
-
-
-def _use_after_fork(llm, results):
-    try:
-        llm.generate("d", GREEDY)
-    except EngineError as error:
-        results.put(error.what)
-    llm.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
-def test_a_forked_child_is_told_to_build_its_own(llm):
-    llm.generate("d", GREEDY)
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    child = context.Process(target=_use_after_fork, args=(llm, results))
-    child.start()
-    assert "forked" in results.get(timeout=60)
-    child.join(60)
-    assert child.exitcode == 0
-    assert llm.generate("d", GREEDY)[0].outputs[0].finish_reason == "length"
-
-
-def test_a_process_ends_by_itself_with_a_live_engine(text_model):
-    code = (
-        "from mrv2 import LLM, SamplingParams; import sys\n"
-        "llm = LLM(sys.argv[1]); llm.submit(['d'] * 4, SamplingParams(max_tokens=100, ignore_eos=True))\n"
-        "print('end')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(text_model)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_table_that_memory_cannot_hold_is_refused(tmp_path):

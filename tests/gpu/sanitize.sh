@@ -25,18 +25,28 @@ sanitizer=$(find_sanitizer) || { echo "compute-sanitizer is neither on PATH nor 
 
 # under TOOL LOG COMMAND...: run it under the tool, or end it when its time is over.
 under() {
-  tool=$1 log=$2 environment= options=
+  tool=$1 log=$2
   shift 2
   rm -f "$log"
-  if [ "$tool" = memcheck ]; then
-    # Without a cache each tensor is an allocation of its own, so that accesses past its end are seen.
-    environment="env PYTORCH_NO_CUDA_MEMORY_CACHING=1"
-    # Calls that fail by design, such as the driver's look-ups of symbols, are no memory errors.
-    options="--report-api-errors no"
-  fi
-  # shellcheck disable=SC2086
-  timeout "${LIMIT:-280}" $environment "$sanitizer" --tool "$tool" $options --target-processes application-only \
+  # Calls that fail by design, such as the driver's look-ups of symbols, are no memory errors.
+  timeout "${LIMIT:-280}" "$sanitizer" --tool "$tool" --report-api-errors no --target-processes application-only \
     --log-file "$log" "$@"
+}
+
+# check TOOL FOLDER [pytest arguments]: the folder's tests under the tool, and what came of it in one line.
+check() {
+  tool=$1 folder=$2 log=$logs/$1-${2##*/}.log out=$logs/$1-${2##*/}.out
+  shift 2
+  passed=yes
+  under "$tool" "$log" "$python" -m pytest -q --device cuda -m sanitize -p no:cacheprovider "$folder" "$@" \
+    >"$out" 2>&1 || passed=no
+  errors=$(sed -n 's/^=* *[A-Z]* SUMMARY: \([0-9]*\) .*/\1/p' "$log" | tail -n 1)
+  echo "$tool, $folder: ${errors:-no count of} errors; pytest: $(grep . "$out" | tail -n 1)"
+  if [ "$passed" = no ] || [ "${errors:-1}" != 0 ]; then
+    grep '^=========' "$log" | head -n 60
+    grep -E '^(FAILED|ERROR|E  )' "$out" | head -n 20 || true
+    status=1
+  fi
 }
 
 status=0
@@ -47,15 +57,11 @@ for tool in ${TOOLS:-memcheck racecheck}; do
     [ "$tool" = memcheck ] && status=1
     continue
   fi
-  passed=yes
-  under "$tool" "$log" "$python" -m pytest -q --device cuda -m sanitize \
-    -p no:cacheprovider tests/gpu tests/kernels "$@" >"$out" 2>&1 || passed=no
-  errors=$(sed -n 's/^=* *[A-Z]* SUMMARY: \([0-9]*\) .*/\1/p' "$log" | tail -n 1)
-  echo "$tool: ${errors:-no count of} errors; pytest: $(grep . "$out" | tail -n 1)"
-  if [ "$passed" = no ] || [ "${errors:-1}" != 0 ]; then
-    grep '^=========' "$log" | head -n 60
-    grep -E '^(FAILED|ERROR|E  )' "$out" | head -n 20 || true
-    status=1
-  fi
+  # Without a cache each tensor is an allocation of its own, so that accesses past its end are seen. An engine needs
+  # the cache: its graphs can't be captured while memory is asked of the driver.
+  [ "$tool" = memcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  check "$tool" tests/kernels "$@"
+  unset PYTORCH_NO_CUDA_MEMORY_CACHING
+  check "$tool" tests/gpu "$@"
 done
 exit "$status"

@@ -7,9 +7,9 @@ two right programs differ by some hundredths on average and by a few tenths at w
 tests run on a CPU); one wrong rotation, mask or scale moves them by whole numbers. MEAN and MAX stand between. The
 sharper test needs no such number: ours may be no further from float32 than transformers is in bfloat16.
 
-The most likely token is compared where there is one in bfloat16: where the reference's first two logits are a step of
-0.125 apart or less, two right programs choose differently now and then, and so does the reference in float32. Those
-positions are counted and shown, beside the share of all.
+The most likely token is compared at every position, up to what bfloat16 can tell apart: where the reference's first two
+logits are a step of 0.125 apart or less, two right programs choose differently now and then (so does the reference in
+float32, at 2 to 4 positions of 100), and either choice agrees. The share of equal choices is shown beside it.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ MODEL = "smollm2"
 MEAN, MAX = 0.08, 1.0
 """Of the absolute differences of log-probabilities of given tokens."""
 AGREEMENT, STEP = 0.99, 0.125
-"""Share of positions with the same most likely token, where the first two are more than a step apart."""
+"""Share of positions where our most likely token is the reference's, or a step less likely to it at most."""
 NEW = 64
 
 PROMPTS = [
@@ -97,16 +97,15 @@ def check(ours, bf16, fp32):
 
 def check_top(ours, bf16, fp32):
     """Our most likely tokens, [n], and the references' log-probabilities, [n, vocab]."""
-    first, second = bf16.topk(2).values.T
-    clear, same = first - second > STEP, bf16.argmax(-1) == ours
+    best, chosen = bf16.max(-1).values, of_tokens(bf16, ours)
+    agree, same = chosen >= best - STEP, bf16.argmax(-1) == ours
     reference = (bf16.argmax(-1) == fp32.argmax(-1)).float().mean()
     report = (
-        f"top-1 agreement: {same[clear].float().mean():.4f} of {int(clear.sum())} clear positions, "
-        f"{same.float().mean():.4f} of all {len(same)}; transformers' own with float32: {reference:.4f}"
+        f"top-1 agreement: {agree.float().mean():.4f} of {len(agree)} positions, "
+        f"equal choices {same.float().mean():.4f}; transformers' own with float32: {reference:.4f}"
     )
     print(report)
-    assert clear.float().mean() > 0.8, report
-    assert same[clear].float().mean() >= AGREEMENT, report
+    assert agree.float().mean() >= AGREEMENT, report
     assert same.float().mean() > reference - 0.01, report
 
 

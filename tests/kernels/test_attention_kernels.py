@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv2.attn.triton import TritonAttention
+from mrv2.kernels.attend_projected import attend_projected
 from mrv2.kernels.attention_tile import score_factors
-from mrv2.kernels.decode_attention import DecodeWorkspace, choose_splits, decode_attention
+from mrv2.kernels.decode_attention import decode_attention
+from mrv2.kernels.decode_splits import DecodeWorkspace, choose_splits
 from mrv2.kernels.prefill_attention import prefill_attention
 from mrv2.kernels.write_kv_cache import write_kv_cache
 from mrv2.testing import check_kernel
@@ -89,6 +91,38 @@ def decode_inputs(rng: np.random.Generator) -> dict:
     return common_inputs(batch) | {"num_decodes": num_decodes, "workspace": DecodeWorkspace(processors)}
 
 
+def projected_inputs(rng: np.random.Generator) -> dict:
+    """The step's queries, keys and values side by side, and a cache without them."""
+    batch = draw_batch(rng, decodes=True, prefills=False)
+    while batch.args.window == 1:
+        batch = draw_batch(rng, decodes=True, prefills=False)
+    n = min(len(batch.meta.seq_lens), batch.meta.num_tokens)
+    qkv = torch.cat([x[:n].flatten(1) for x in (batch.q, batch.k, batch.v)], 1)
+    head_dim, dtype = batch.q.shape[-1], qkv.dtype
+    rotary_dim = int(rng.choice([2, head_dim // 2 * 2]))
+    normal = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).to(dtype)  # noqa: E731
+    norms = [normal(head_dim) if rng.integers(2) else None for _ in range(2)]
+    return {
+        "qkv": qkv,
+        "q_weight": norms[0],
+        "k_weight": norms[1],
+        "q_eps": 1e-6,
+        "k_eps": 1e-3,
+        "cos": normal(n, rotary_dim),
+        "sin": normal(n, rotary_dim),
+        "slot_mapping": batch.meta.slot_mapping[:n],
+        "cache": batch.cache,
+        "block_table": batch.meta.block_table[:n],
+        "seq_lens": batch.meta.seq_lens[:n],
+        "max_seq_len": batch.meta.max_seq_len,
+        "scale": batch.args.scale,
+        "window": batch.args.window,
+        "soft_cap": batch.args.soft_cap,
+        "workspace": DecodeWorkspace(int(rng.choice([1, 8, 64]))),
+        "out": torch.empty_like(batch.q[:n]),
+    }
+
+
 def prefill_inputs(rng: np.random.Generator) -> dict:
     batch = draw_batch(rng, decodes=bool(rng.integers(2)), prefills=True)
     return common_inputs(batch) | {
@@ -121,6 +155,12 @@ def test_write_kv_cache_kernel_equals_twin() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decode_attention_kernel_equals_twin(seed: int) -> None:
     check_kernel(decode_attention, decode_inputs, outputs=OUT, seed=seed, cases=6, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("seed", SEEDS)
+def test_attend_projected_kernel_equals_twin(seed: int) -> None:
+    check_kernel(attend_projected, projected_inputs, outputs=OUT, seed=seed, cases=6, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -266,6 +306,7 @@ def test_splits_fit_the_workspace(processors: int) -> None:
             num_splits, min_split = choose_splits(num_pairs, reach, processors)
             assert num_splits == 1 or num_splits * num_pairs <= 32 * processors
             assert (num_splits - 1) * min_split < reach
-    assert choose_splits(8, 32768, 132) == (66, 128)
+    assert choose_splits(8, 32768, 132) == (99, 32)
+    assert choose_splits(256, 32768, 132) == (3, 64)
     assert choose_splits(2048, 1024, 132) == (1, 1024)
-    assert choose_splits(512, 32768, 132) == (8, 1024)
+    assert choose_splits(1024, 32768, 132) == (4, 1024)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mrv2.kernels import add_rms_norm, gated_act, qk_norm_rope_cache
+from mrv2.kernels.compute_angles import compute_angles
 from mrv2.kernels.gated_act import ACTIVATIONS
 from mrv2.testing import check_kernel
 
@@ -158,3 +159,21 @@ def test_a_token_without_a_slot_writes_nothing_at_all():
     before = inputs["cache"].clone()
     qk_norm_rope_cache(**inputs)
     assert torch.equal(inputs["cache"], before)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("each", [False, True], ids=["one row", "a row each"])
+def test_compute_angles_kernel_equals_twin(each, dtype, bound):
+    def inputs(rng):
+        n, half = int(rng.integers(1, 40)), int(rng.choice([1, 8, 40, 64]))
+        freqs = 10000.0 ** -np.linspace(0, 1, half) * (rng.uniform(0.5, 2, (n, 1)) if each else 1.0)
+        return {
+            "positions": torch.from_numpy(rng.integers(0, 131072, 2 * n))[::2],
+            "inv_freq": torch.from_numpy(freqs).float(),
+            "scaling": float(rng.choice([1.0, 1.2])),
+            "cos": torch.zeros(n, 2 * half, dtype=dtype),
+            "sin": torch.zeros(n, 2 * half, dtype=dtype),
+        }
+
+    check_kernel(compute_angles, inputs, outputs=("cos", "sin"), cases=8, rtol=bound, atol=bound)

@@ -21,9 +21,11 @@ def normal(rng, *shape, dtype, scale=1.0):
     return torch.from_numpy(rng.normal(0, scale, shape)).to(dtype)
 
 
-def draw_tile(rng):
-    """None, or one that doesn't divide the rows."""
-    return None if rng.integers(2) else VectorTile(int(rng.choice([1, 2, 8])), int(rng.choice([1, 2, 4])))
+def draw_tile(rng, size, matrices=1):
+    """The usual one, or one that doesn't divide the rows."""
+    if rng.integers(2):
+        return choose_vector_tile(size, matrices=matrices)
+    return VectorTile(int(rng.choice([1, 2, 8])), int(rng.choice([1, 2, 4])))
 
 
 def normed_inputs(rng, dtype, *, residual, matrices=1):
@@ -38,7 +40,7 @@ def normed_inputs(rng, dtype, *, residual, matrices=1):
         "bias": normal(rng, rows, dtype=dtype) if rng.integers(2) else None,
         "summed": torch.zeros(n, size, dtype=dtype) if residual else None,
         "out": torch.zeros(n, num_rows, dtype=dtype),
-        "tile": draw_tile(rng),
+        "tile": draw_tile(rng, size, matrices),
     }
 
 
@@ -53,8 +55,9 @@ def onto_inputs(rng, dtype):
         "weight": normal(rng, num_rows, size, dtype=dtype, scale=size**-0.5),
         "bias": normal(rng, num_rows, dtype=dtype) if rng.integers(2) else None,
         "residual": normal(rng, n, num_rows, dtype=dtype, scale=float(rng.choice([1.0, 30.0]))),
+        "arrived": None,
         "out": torch.zeros(n, num_rows, dtype=dtype),
-        "tile": draw_tile(rng),
+        "tile": draw_tile(rng, size),
     }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrv2.kernels.vector_tile import MOST_TOKENS
+from mrv2.kernels.token_tile import MOST_TOKENS
 from mrv2.layers import WeightMap
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.weights import collect_slots

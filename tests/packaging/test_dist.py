@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ADAPTERS = sorted(p.name for p in (ROOT / "adapters").iterdir() if p.is_dir())
 
+PACKAGES = ["mrv2", *(f"mrv2-adapter-{a}" for a in ADAPTERS), "mrv2-vllm-cpu-interpreter"]
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -39,7 +41,7 @@ def dist(tmp_path_factory):
 
 def test_wheels_carry_code_data_and_licence(dist):
     wheels = {w.name.split("-")[0]: w for w in dist.glob("*.whl")}
-    assert sorted(wheels) == sorted(["mrv2", *(f"mrv2_adapter_{a}" for a in ADAPTERS)])
+    assert sorted(wheels) == sorted(p.replace("-", "_") for p in PACKAGES)
     names = set(zipfile.ZipFile(wheels["mrv2"]).namelist())
     assert {"mrv2/py.typed", "mrv2/catalog.json", "mrv2/loader/bundled.json", "mrv2/cli/app.py"} <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
@@ -53,7 +55,7 @@ def test_wheels_carry_code_data_and_licence(dist):
 
 def test_index_lists_every_wheel(dist):
     index = (dist / "simple" / "index.html").read_text()
-    for name in ("mrv2", *(f"mrv2-adapter-{a}" for a in ADAPTERS)):
+    for name in PACKAGES:
         assert f'href="{name}/"' in index
         page = (dist / "simple" / name / "index.html").read_text()
         assert [w for w in (dist / "simple" / name).glob("*.whl") if f'href="{w.name}"' in page]

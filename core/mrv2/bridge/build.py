@@ -57,7 +57,9 @@ def _build(adapter: LoadedAdapter, context: AdapterContext, name: str, module: s
         "mrv2_adapter": adapter,
         "mrv2_context": context,
         "mrv2_model": model,
-        "mrv2_state": bridged_state(state, recurrent=model.recurrent),
+        "mrv2_state": bridged_state(
+            state, recurrent=model.recurrent, processors=tuple(adapter.logits_processors(context))
+        ),
     }
     how = adapter.vllm(context)
     if isinstance(how, VllmModel):
@@ -82,7 +84,7 @@ def _forward(keys: tuple[str, ...], model: type) -> Callable[..., Any]:
         f"    return run(self, input_ids, positions, intermediate_tensors, inputs_embeds{given})\n"
     )
     namespace: dict[str, Any] = {"run": HostMixin.mrv2_forward}
-    exec(compile(source, f"<forward of {model.__module__}.{model.__qualname__}>", "exec"), namespace)
+    exec(compile(source, "<string>", "exec"), namespace)  # so named, vLLM looks for no file to hash
     forward: Callable[..., Any] = namespace["forward"]
     # Part of the key of vLLM's compile cache: one per model.
     forward.__module__, forward.__qualname__ = HostMixin.__module__, f"{model.__module__}.{model.__qualname__}.forward"

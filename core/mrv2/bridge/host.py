@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from mrv2.adapter import LoadedAdapter, require
 from mrv2.attn.specs import PerRequest
 from mrv2.bridge.checks import check_engine
+from mrv2.bridge.older import OlderHost, check_states
 from mrv2.bridge.weights import load_from_vllm
 from mrv2.context import AdapterContext
 from mrv2.errors import ModelBuildError, Mrv2Error, RecurrentFlagError, UnsupportedError
@@ -27,7 +28,7 @@ from mrv2.loading import describe, raised_at, source_of
 from mrv2.manifest import Capability
 
 
-class HostMixin:
+class HostMixin(OlderHost):
     """Builds the adapter's model of vLLM's layers, runs it, and loads its weights strictly.
 
     Names of its own start with `mrv2_`, since the adapter's model shares them.
@@ -179,7 +180,9 @@ class HostMixin:
         """
         declared = bool(self.mrv2_model.recurrent)
         # A pipeline stage may hold none of a recurrent model's states, so all of it is asked; of others this stage.
-        here = any(isinstance(handle, RequestState) for handle in self.mrv2_built.caches)
+        own = [handle for handle in self.mrv2_built.caches if isinstance(handle, RequestState)]
+        check_states(vllm_config, own)
+        here = bool(own)
         states = here or (declared and bool(self._states(vllm_config)))
         if declared != states:
             raise RecurrentFlagError(

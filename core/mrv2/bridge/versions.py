@@ -58,6 +58,11 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {
     "vllm.model_executor.models.utils:make_layers": (),
     "vllm.model_executor.models.utils:get_pp_missing_layer_names": (),
     "vllm.compilation.decorators:support_torch_compile": (),
+    "vllm.v1.attention.backend:AttentionBackend": (
+        "supported_kv_cache_layouts",
+        "get_kv_cache_shape",
+        "get_kv_cache_stride_order",
+    ),
     "vllm.v1.attention.backend:AttentionMetadataBuilder": ("__init__", "build"),
     "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor": (),
 }
@@ -72,6 +77,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "num_scheduled_tokens",
         "num_tokens",
         "num_tokens_after_padding",
+        "max_query_len",
         "query_start_loc",
         "seq_lens",
         "seq_lens_cpu_upper_bound",

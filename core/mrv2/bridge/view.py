@@ -53,7 +53,8 @@ class Views:
         return StepView(
             num_reqs=reqs,
             num_tokens=padded,
-            max_query_len=batch.max_query_len or int(lens_np.max(initial=1)),
+            # 0.26 promises no length beyond the scheduled ones.
+            max_query_len=getattr(batch, "max_query_len", None) or int(lens_np.max(initial=1)),
             max_seq_len=int(batch.seq_lens_cpu_upper_bound.max()),
             num_decodes=int(longer[0]) if len(longer) else n,
             rows=rows,
@@ -65,10 +66,11 @@ class Views:
             logits_indices=(starts[1:].long() - 1).clamp(min=0),
             block_tables=tuple(t[:reqs] for t in block_tables),
             slot_mappings=slots,
-            table=self._table(table),
+            table=self.table(table),
         )
 
-    def _table(self, table: Any) -> TableView:
+    def table(self, table: Any) -> TableView:
+        """Columns of vLLM's `RequestState`."""
         return TableView(
             all_token_ids=table.all_token_ids.gpu,
             prompt_len=table.prompt_len.gpu,

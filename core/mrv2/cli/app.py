@@ -88,6 +88,22 @@ COMMANDS: Mapping[str, Command] = {
             "mrv2 serve ./model --dry-run -- --tensor-parallel-size 2",
         ),
     ),
+    "bench": Command(
+        "mrv2.cli.bench:command",
+        "Measure throughput, step and inter-token times of a model, or of random weights at any config.",
+        (
+            "mrv2 bench smollm2 --batches 1,32 --html bench.html",
+            "mrv2 bench --config ./config.json --arm on:graphs=true --arm off:graphs=false -o bench.json",
+        ),
+    ),
+    "trace": Command(
+        "mrv2.cli.trace:command",
+        "Record what host and device do in a few steps: for Perfetto, and as a picture.",
+        (
+            "mrv2 trace smollm2 -o trace.json --html trace.html",
+            "mrv2 trace --config ./config.json --batch 32 --steps 4 --html trace.html",
+        ),
+    ),
     "explain": Command(
         "mrv2.cli.explain:command",
         "Explain an error code, or list all of them.",

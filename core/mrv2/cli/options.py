@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,6 +31,38 @@ def complete_codes(incomplete: str) -> list[str]:
     return [c.code for c in all_error_classes() if c.code.startswith(incomplete.upper())]
 
 
+@contextlib.contextmanager
+def model_folder(model: str | None, config: Path | None) -> Iterator[tuple[str, bool]]:
+    """What to load, and whether its weights are random: either a model, or a config alone.
+
+    Raises:
+        CommandLineError: both or none of them is given, or there is no such config.
+    """
+    from mrv2.errors import CommandLineError
+
+    if (model is None) == (config is None):
+        raise CommandLineError("one model is needed", where="command line", fix="give either MODEL or --config")
+    if model is not None:
+        yield model, False
+        return
+    assert config is not None
+    file = config / "config.json" if config.is_dir() else config
+    if not file.is_file():
+        raise CommandLineError(f"there is no file {file}", where="--config", fix="give a config.json, or its folder")
+    if file.name == "config.json":
+        yield str(file.parent), True
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(file, Path(folder) / "config.json")
+        yield folder, True
+
+
+Model = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="Folder, GGUF file, hub id, or a bundled name: smollm2.")
+]
+RandomConfig = Annotated[
+    Path | None, typer.Option("--config", help="Instead of MODEL: a config.json, run with random weights.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Adapters = Annotated[
     list[str] | None,

@@ -21,7 +21,7 @@ from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
 from mrv2.layers.custom import CacheHandle
 from mrv2.layers.native import NativeLayers
-from mrv2.loader.load import load_model
+from mrv2.loader.load import load_model, random_model
 from mrv2.loader.model import ModelLocation, resolve_model
 from mrv2.loader.tokenizer import Tokenizer, load_tokenizer
 from mrv2.manifest import Capability
@@ -41,6 +41,7 @@ from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
 from mrv2.runner.trial import measure_step
+from mrv2.sample.processors import LogitsProcessor
 from mrv2.state.view import Limits
 
 _Forward = TypeVar("_Forward", bound=ForwardPass)
@@ -82,6 +83,7 @@ class EngineConfig:
             room appears (`LLM.generate`). Each costs the memory of its prompt, and waits for all before it: the
             default keeps 64 rows busy for a while without hiding for long that they can't keep up. None: no limit.
         seed: of the generator behind unseeded requests; None: from the system.
+        weights: "checkpoint", or "random": the model's folder needs a config only. For measurements.
     """
 
     dtype: str = "auto"
@@ -100,6 +102,7 @@ class EngineConfig:
     debug: bool = False
     max_queue: int | None = 4096
     seed: int | None = None
+    weights: Literal["checkpoint", "random"] = "checkpoint"
 
     def __post_init__(self) -> None:
         def whole(x: object, low: int, high: int = 2**31 - 1) -> bool:
@@ -121,6 +124,7 @@ class EngineConfig:
             ("graphs", self.graphs is None or isinstance(self.graphs, bool), "true, false, or None"),
             ("graphs", not (self.graphs and self.debug), "left out or false with debug=True"),
             ("graphs", not (self.graphs and self.runner == "sync"), "left out or false with runner='sync'"),
+            ("weights", self.weights in ("checkpoint", "random"), "checkpoint or random"),
             ("debug", isinstance(self.debug, bool), "true or false"),
             ("runner", not self.debug or self.runner == "async", "async with debug=True"),
             ("max_queue", self.max_queue is None or whole(self.max_queue, 1), "an integer of at least 1, or None"),
@@ -156,6 +160,7 @@ class LoadedModel:
     adapter: str  # "name version", for messages and statistics
     chunked_prefill: bool  # whether the adapter allows prompts to be cut
     prefix_caching: bool  # whether it allows requests to share cached blocks
+    processors: Sequence[type[LogitsProcessor]] = ()  # the adapter's own, of logits
 
 
 def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
@@ -179,7 +184,8 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     ctx = model_config.context()
     layers = NativeLayers()
     with on_device(device):
-        module = load_model(model_config, adapter, layers, device=device, dtype=dtype)
+        make = load_model if config.weights == "checkpoint" else random_model
+        module = make(model_config, adapter, layers, device=device, dtype=dtype)
     specs = layers.caches.values()
     if any(isinstance(spec, PerRequest) for spec in specs):
         require(Capability.RECURRENT, "native", adapter.entry, setting=f"a state per request in {location.name}")
@@ -191,6 +197,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         caches=layers.caches,
         rope_fixed_up_to=layers.rope_fixed_up_to,
         state_class=adapter.model_state_class(ctx) or DefaultModelState,
+        processors=adapter.logits_processors(ctx),
         config=model_config,
         tokenizer=load_tokenizer(ctx, adapter),
         adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
@@ -270,7 +277,7 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
     depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
     return EngineParts(
         engine=Engine(scheduler, runner, depth=depth),
-        intake=Intake(request_limits, seed=config.seed, check_options=forward.state.check_options),
+        intake=Intake(request_limits, seed=config.seed, check_options=forward.check_options),
         limits=limits,
         graphs=None if graphs is None else graphs.stats,
     )
@@ -352,7 +359,7 @@ def _forward(
     pages = allocate_pages(sizes, num_blocks=num_blocks, device=limits.device)
     state = loaded.state_class(loaded.module, limits, groups)
     caches = bind_caches(groups, loaded.caches, pages, limits.dtype)
-    return kind(loaded.module, state, groups, caches=caches, pages=pages)
+    return kind(loaded.module, state, groups, caches=caches, pages=pages, processors=loaded.processors)
 
 
 def _blocks_per_row(groups: Sequence[KVGroup], max_model_len: int, prefix_caching: bool) -> int:

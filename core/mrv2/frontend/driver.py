@@ -19,8 +19,8 @@ from mrv2.frontend.ticket import Ticket
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.runner.device import on_device
 from mrv2.runner.engine import Engine
+from mrv2.runner.outputs import StepEvents
 from mrv2.runner.request import FinishReason, Request
-from mrv2.runner.scheduler import StepEvents
 
 MAX_PENDING_EVENTS = 256
 """Steps the output thread may lag behind before the engine waits for it: memory stays bounded."""
@@ -51,6 +51,7 @@ class Driver:
         self._arrivals: deque[Ticket] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
         self._deadlines = Deadlines()  # the engine thread's
+        self._num_told = 0  # requests without a row when those who wait for room were woken last
         self._closing = False
         self._failure: EngineError | None = None
         self._events: EventBox[_Event] = EventBox(MAX_PENDING_EVENTS)
@@ -162,10 +163,13 @@ class Driver:
 
     def _take_mail(self) -> bool:
         """Take arrivals and endings; wait when idle, after what can be done in advance. False: close."""
+        if self._is_quiet():
+            return True
         while not self._has_mail() and self._engine.use_idle_time():
             pass
         with self._lock:
             self._room.notify_all()
+            self._num_told = self._engine.scheduler.num_waiting
             while not self._has_mail():
                 self._wake.wait()
             if self._closing:
@@ -185,6 +189,11 @@ class Driver:
             if request is not None:
                 self._events.put(request, urgent=True)
         return True
+
+    def _is_quiet(self) -> bool:
+        """Whether the next step is all there is to do. A glance without the lock: what it misses, the next one sees."""
+        other = self._arrivals or self._endings or self._closing or len(self._deadlines) or not self._engine.has_work
+        return not other and self._engine.scheduler.num_waiting == self._num_told
 
     def _has_mail(self) -> bool:
         """Whether there is anything to do. Without the lock it may be out of date."""

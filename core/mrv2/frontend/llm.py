@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble, load
 from mrv2.frontend.courier import Courier, PieceQueue
 from mrv2.frontend.driver import Driver
 from mrv2.frontend.results import RequestOutput, StreamOutput
@@ -56,9 +56,25 @@ class LLM:
         for name in settings:
             if name not in known:
                 raise TypeError(f"LLM() has no setting {name!r}; there are: {', '.join(known)}")
-        self.config = EngineConfig(**settings)
-        self.model = load(model, self.config, [adapters] if isinstance(adapters, str) else adapters)
-        parts = assemble(self.model, self.config)
+        config = EngineConfig(**settings)
+        loaded = load(model, config, [adapters] if isinstance(adapters, str) else adapters)
+        self._take(loaded, config, assemble(loaded, config))
+
+    @classmethod
+    def from_parts(cls, model: LoadedModel, config: EngineConfig, parts: EngineParts) -> LLM:
+        """Around an engine that is there already, with a model that others may share.
+
+        Args:
+            model: as loaded.
+            config: what `parts` were made with.
+            parts: idle, and not to be driven by anyone else until `close`.
+        """
+        llm = cls.__new__(cls)
+        llm._take(model, config, parts)
+        return llm
+
+    def _take(self, model: LoadedModel, config: EngineConfig, parts: EngineParts) -> None:
+        self.config, self.model = config, model
         self.limits = parts.limits
         self.stats = parts.engine.scheduler.stats
         self.graph_stats = parts.graphs

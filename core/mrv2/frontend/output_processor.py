@@ -14,9 +14,8 @@ from mrv2.frontend.results import StreamOutput, TokenLogprobs
 from mrv2.frontend.text_stream import TextStream
 from mrv2.frontend.ticket import Ticket
 from mrv2.loader.tokenizer import Tokenizer
-from mrv2.runner.outputs import LogprobsOutput
+from mrv2.runner.outputs import LogprobsOutput, StepEvents
 from mrv2.runner.request import Request
-from mrv2.runner.scheduler import StepEvents
 
 SHARE = 0.025
 """Of one processor, at most, for making pieces of text and bringing them to their readers: they need the interpreter

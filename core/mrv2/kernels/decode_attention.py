@@ -15,65 +15,11 @@ import torch
 from torch import Tensor
 
 from mrv2.kernels.attention_tile import attend_tile, score_factors
+from mrv2.kernels.decode_splits import DecodeWorkspace, choose_splits, choose_tile
 from mrv2.kernels.dependent import await_previous, dependent_options, depends
 from mrv2.kernels.paged_attention_ref import attend_paged_ref
+from mrv2.kernels.ready_heads import ready_heads
 from mrv2.kernels.registry import jit, kernel, tl, triton
-
-_SLOTS_PER_PROCESSOR = 32
-"""Partial results there is room for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partials:
-    """What splits leave for the one that combines them. Slot (i * num_kv_heads + kv_head) * num_splits + split."""
-
-    acc: Tensor  # [slots, group, head_dim] float32, not yet divided
-    stats: Tensor  # [slots, group, 2] float32: largest score, sum of weights
-    arrived: Tensor  # [slots] int32, by i * num_kv_heads + kv_head: splits done; 0 between launches
-
-
-class DecodeWorkspace:
-    """Memory for partial results, at addresses that never change: captured graphs hold on to them.
-
-    Its size doesn't depend on the batch: the more requests, the fewer splits. Launches that share one must
-    run one after the other.
-
-    Args:
-        processors: how many the work is spread over; None: the device's.
-        tile: how one program works; None: as `choose_tile` says.
-        splits: as `choose_splits` gives them; None: as it does.
-    """
-
-    def __init__(
-        self, processors: int | None = None, *, tile: Tile | None = None, splits: tuple[int, int] | None = None
-    ) -> None:
-        self.tile = tile
-        self.splits = splits
-        self._processors = processors
-        self._partials: dict[tuple[torch.device, int, int], Partials] = {}
-
-    def processors(self, device: torch.device) -> int:
-        """How many multiprocessors the work is spread over."""
-        if self._processors is None:
-            on_cuda = device.type == "cuda"  # else: interpreted
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
-        return self._processors
-
-    def partials(self, device: torch.device, group: int, head_dim: int) -> Partials:
-        """For layers of `group` query heads per key head; allocated when first asked for, outside a graph capture."""
-        key = (device, group, head_dim)
-        found = self._partials.get(key)
-        if found is None:
-            # Memory from a graph's own pool would be zeroed at replay only, not for the steps in between.
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            assert not capturing, "run the step once before capturing it"
-            slots = _SLOTS_PER_PROCESSOR * self.processors(device)
-            found = self._partials[key] = Partials(
-                acc=torch.empty(slots, group, head_dim, dtype=torch.float32, device=device),
-                stats=torch.zeros(slots, group, 2, dtype=torch.float32, device=device),
-                arrived=torch.zeros(slots, dtype=torch.int32, device=device),
-            )
-        return found
 
 
 def decode_attention_ref(
@@ -141,16 +87,65 @@ def decode_attention(
         workspace: for partial results.
         out: out, [num_tokens, num_heads, head_dim], contiguous; the first `num_decodes` tokens are written.
     """
-    num_heads, head_dim = q.shape[1:]
+    launch_decode(
+        q,
+        None,
+        cache=cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        num_decodes=num_decodes,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        workspace=workspace,
+        out=out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """What makes queries, keys and values of a projection; see `attend_projected`."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_eps: float
+    k_eps: float
+    cos: Tensor
+    sin: Tensor
+    slot_mapping: Tensor
+
+
+def launch_decode(
+    q: Tensor,
+    fresh: Fresh | None,
+    *,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_decodes: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """The kernel, of `q` as `decode_attention` takes it, or with `fresh` of a projection [num_tokens, all heads]."""
+    num_heads, head_dim = out.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
-    tile = workspace.tile or choose_tile(head_dim, cache.dtype)
-    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
     pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
+    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, processors=processors)
+    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
     num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
-    _decode_attention_kernel[(kv_heads, num_splits, num_decodes)](
+    assert fresh is None or (fresh.cos.is_contiguous() and fresh.sin.is_contiguous())
+    q_weight = None if fresh is None else fresh.q_weight
+    k_weight = None if fresh is None else fresh.k_weight
+    # Splits last: those that a request is too short for come after all that have work, which is then spread evenly.
+    _decode_attention_kernel[(kv_heads, num_decodes, num_splits)](
         q,
         cache,
         block_table,
@@ -160,7 +155,7 @@ def decode_attention(
         partials.stats,
         partials.arrived,
         q.stride(0),
-        q.stride(1),
+        head_dim if fresh is not None else q.stride(1),
         cache.stride(0),
         cache.stride(1),
         block_table.stride(0),
@@ -168,12 +163,23 @@ def decode_attention(
         cap,
         num_splits,
         min_split,
+        q if q_weight is None else q_weight,
+        q if k_weight is None else k_weight,
+        0.0 if fresh is None else fresh.q_eps,
+        0.0 if fresh is None else fresh.k_eps,
+        q if fresh is None else fresh.cos,
+        q if fresh is None else fresh.sin,
+        q if fresh is None else fresh.slot_mapping,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
+        FRESH=fresh is not None,
+        Q_NORM=q_weight is not None,
+        K_NORM=k_weight is not None,
+        ROTARY_DIM=0 if fresh is None else fresh.cos.shape[-1],
         BLOCK_N=tile.keys,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -182,43 +188,6 @@ def decode_attention(
         num_stages=tile.num_stages,
         **dependent_options(depends(q)),
     )
-
-
-def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int]:
-    """Programs per pair of request and key head, and tokens that a split is at least given.
-
-    Lengths are known to the device only. Few pairs are split until all processors are busy. Many are split
-    only where they are long, so that one long request among short ones isn't left to a few programs.
-
-    Args:
-        num_pairs: requests times key heads.
-        reach: upper bound of the keys of one query.
-        processors: multiprocessors of the device.
-    """
-    if num_pairs <= processors:
-        most, min_split = triton.cdiv(4 * processors, num_pairs), 128
-    else:
-        most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
-    return max(1, min(most, triton.cdiv(reach, min_split))), min_split
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one program works: keys per iteration, and what the compiler is told."""
-
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """By dtype and head size."""
-    wide = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
-        return Tile(keys=32, num_warps=8, num_stages=2)
-    if wide <= 128:
-        return Tile(keys=64, num_warps=4, num_stages=3)
-    return Tile(keys=32, num_warps=4, num_stages=3)
 
 
 @jit(do_not_specialize=["table_stride", "num_splits", "min_split"])
@@ -240,12 +209,23 @@ def _decode_attention_kernel(
     cap,
     num_splits,
     min_split,
+    q_weight,
+    k_weight,
+    q_eps,
+    k_eps,
+    cos,
+    sin,
+    slot_mapping,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    FRESH: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     COMBINE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -254,8 +234,8 @@ def _decode_attention_kernel(
 ):
     await_previous(DEPENDENT)
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    i = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     seq_len = tl.load(seq_lens + i)
     lo = 0
     if WINDOW > 0:
@@ -271,12 +251,35 @@ def _decode_attention_kernel(
         d = tl.arange(0, BLOCK_D)
         real = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
         head = kv_head * GROUP + g
-        queries = tl.load(q + i * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=real, other=0.0)
-        q_pos = tl.zeros([BLOCK_G], tl.int32) + (seq_len - 1)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        end = tl.minimum(begin + size, seq_len)
+        at = q + i * q_token_stride
+        cached = seq_len
+        if FRESH:
+            mine = g < GROUP
+            queries = ready_heads(at, head, q_weight, q_eps, cos, sin, i, mine, HEAD_DIM, BLOCK_D, ROTARY_DIM, Q_NORM)
+            cached = seq_len - 1
+            if (begin < seq_len) & (begin + size >= seq_len):  # the step's own key and value are this program's
+                own = tl.zeros([1], tl.int32) + (GROUP * KV_HEADS + kv_head)
+                k = ready_heads(at, own, k_weight, k_eps, cos, sin, i, own >= 0, HEAD_DIM, BLOCK_D, ROTARY_DIM, K_NORM)
+                values = at + (own + KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
+                v = tl.load(values, mask=(d < HEAD_DIM)[None, :], other=0.0)
+                slot = tl.load(slot_mapping + i)
+                target = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+                target = target + kv_head * HEAD_DIM + d[None, :]
+                kept = (d < tl.where(slot >= 0, HEAD_DIM, 0))[None, :]
+                tl.store(target, k, mask=kept)
+                tl.store(target + kv_stride, v, mask=kept)
+                top = tl.sum(queries.to(tl.float32) * k.to(tl.float32), 1) * scale
+                if SOFT_CAP:
+                    top = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * top)))
+                total = tl.full([BLOCK_G], 1.0, tl.float32)
+                acc = acc + v.to(tl.float32)
+        else:
+            queries = tl.load(at + head[:, None] * q_head_stride + d[None, :], mask=real, other=0.0)
+        q_pos = tl.zeros([BLOCK_G], tl.int32) + (cached - 1)
+        end = tl.minimum(begin + size, cached)
         for start in range(begin, end, BLOCK_N):
             acc, top, total = attend_tile(
                 queries,
@@ -296,7 +299,7 @@ def _decode_attention_kernel(
                 KV_HEADS=KV_HEADS,
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_SIZE=BLOCK_SIZE,
-                WINDOW=WINDOW,
+                WINDOW=WINDOW - FRESH if WINDOW > 0 else 0,  # one less is cached
                 SOFT_CAP=SOFT_CAP,
                 MASKED=True,
                 BLOCK_N=BLOCK_N,

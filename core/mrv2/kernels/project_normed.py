@@ -1,4 +1,4 @@
-"""RMS norm and the projection that follows it, for a few tokens, in one launch."""
+"""RMS norm and the projection that follows it, for few tokens, in one launch."""
 
 # Triton infers the types of a kernel's arguments.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,6 +13,7 @@ from torch import Tensor
 from mrv2.kernels.add_rms_norm import add_rms_norm_ref
 from mrv2.kernels.dependent import dependent_options, depends
 from mrv2.kernels.registry import jit, kernel, tl, triton
+from mrv2.kernels.token_tile import FROM_TOKENS, TokenTile, choose_token_tile, multiply, takes_tokens, token_block
 from mrv2.kernels.vector_tile import (
     VectorTile,
     await_inputs,
@@ -33,7 +34,7 @@ def project_normed_ref(
     bias: Tensor | None,
     summed: Tensor | None,
     out: Tensor,
-    tile: VectorTile | None,
+    tile: VectorTile | TokenTile | None,
 ) -> None:
     """Torch twin of `project_normed`."""
     normed = torch.empty_like(x)
@@ -52,18 +53,19 @@ def project_normed(
     bias: Tensor | None,
     summed: Tensor | None,
     out: Tensor,
-    tile: VectorTile | None,
+    tile: VectorTile | TokenTile | None,
 ) -> None:
     """`summed = x + residual`, `out = norm(summed) @ weight.T + bias`; without a residual, of the norm of `x`.
 
-    Rounds where `add_rms_norm` and a product with float32 sums do. All tensors are contiguous and of one dtype.
+    Sums are float32. Cut into a `VectorTile`, it rounds where `add_rms_norm` does; into a `TokenTile`, the norm is
+    rounded once. All tensors are contiguous and of one dtype.
 
     Args:
-        x: [num_tokens, size], at most `MOST_TOKENS` tokens.
+        x: [num_tokens, size], at most as many tokens as the tile takes.
         residual: [num_tokens, size]; None: `x` is the whole stream.
         gain: [size], weight of the norm.
         eps: of the norm.
-        weight: [out_size, size], size at most `LONGEST_ROW`.
+        weight: [out_size, size].
         bias: [out_size].
         summed: out, [num_tokens, size], None exactly where `residual` is. Neither `x` nor `residual` itself: all
             programs read those.
@@ -71,11 +73,39 @@ def project_normed(
         tile: how the work is cut; None: as is best.
     """
     num_tokens, size = x.shape
-    assert takes_vectors(x, size)
     assert (residual is None) == (summed is None)
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()  # noqa: PT018
-    tile = tile or choose_vector_tile(size)
     num_rows = weight.shape[0]
+    if tile is None:
+        few = num_tokens < FROM_TOKENS and takes_vectors(x, size)
+        tile = choose_vector_tile(size) if few else choose_token_tile(num_tokens, num_rows, size)
+    if isinstance(tile, TokenTile):
+        assert takes_tokens(x)
+        assert tile.splits == 1
+        _project_normed_tokens_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x,
+            x if residual is None else residual,
+            gain,
+            eps,
+            weight,
+            x if bias is None else bias,
+            x if summed is None else summed,
+            out,
+            num_tokens,
+            num_rows,
+            SIZE=size,
+            SPAN=tile.span(size),
+            TOKENS=token_block(num_tokens),
+            ROWS=tile.rows,
+            DEPTH=tile.depth,
+            STAGES=tile.stages,
+            HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            num_warps=tile.num_warps,
+            **dependent_options(depends(x)),
+        )
+        return
+    assert takes_vectors(x, size)
     _project_normed_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x,
         x if residual is None else residual,
@@ -144,3 +174,55 @@ def _project_normed_kernel(
             value += more
         inside = row < tl.where(num_tokens > t, num_rows, 0)
         tl.store(out + t * num_rows + row, value.to(out.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _project_normed_tokens_kernel(
+    x,
+    residual,
+    gain,
+    eps,
+    weight,
+    bias,
+    summed,
+    out,
+    num_tokens,
+    num_rows,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    value, squares = multiply(
+        x,
+        residual,
+        gain,
+        summed,
+        weight,
+        tl.minimum(row, num_rows - 1),
+        num_tokens,
+        0,
+        tl.where(tl.program_id(0) == 0, SIZE, 0),
+        SIZE=SIZE,
+        SPAN=SPAN,
+        EVEN=SIZE == SPAN,
+        TOKENS=TOKENS,
+        ROWS=ROWS,
+        DEPTH=DEPTH,
+        STAGES=STAGES,
+        NORM=True,
+        HAS_RESIDUAL=HAS_RESIDUAL,
+        DEPENDENT=DEPENDENT,
+    )
+    value = value * tl.rsqrt(squares / SIZE + eps)[:, None]
+    if HAS_BIAS:
+        value += tl.load(bias + row, mask=row < num_rows, other=0.0).to(tl.float32)[None, :]
+    token = tl.arange(0, TOKENS)
+    inside = (token < num_tokens)[:, None] & (row < num_rows)[None, :]
+    tl.store(out + token[:, None] * num_rows + row[None, :], value.to(out.dtype.element_ty), mask=inside)

@@ -84,6 +84,22 @@ class NativeContext:
         cache, meta = self.cache_of(layer)
         return self._backend.attend(q, k, v, cache=cache, meta=meta, args=args, memo=self.memo)
 
+    def attend_projected(
+        self,
+        layer: str,
+        qkv: Tensor,
+        norms: tuple[Tensor | None, Tensor | None, float, float],
+        angles: tuple[Tensor, Tensor],
+        args: AttentionArgs,
+    ) -> Tensor | None:
+        """Attention from the packed projection on, where the backend has that for this step; else None."""
+        attend = getattr(self._backend, "attend_projected", None)
+        if attend is None:
+            return None
+        cache, meta = self.cache_of(layer)
+        out: Tensor | None = attend(qkv, norms=norms, angles=angles, cache=cache, meta=meta, args=args)
+        return out
+
     def own_cache(self, name: str) -> tuple[Mapping[str, Tensor], CacheMeta]:
         """The tensors of an adapter's own cache, and this step's metadata of its group."""
         return cast(Mapping[str, Tensor], self._caches[name]), self._attn[self._group_of[name]]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mrv2.kernels.token_tile import make_arrivals
 from mrv2.layers.argmax_screen import ArgmaxScreen, screen_bytes
 from mrv2.layers.base import Slot
 
@@ -168,10 +169,22 @@ class Linear(LinearBase):
         super().__init__()
         self.weight = make_parameter(out_size, in_size)
         self.bias = make_parameter(out_size) if bias else None
+        self._arrivals: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in] to [num_tokens, out]."""
         return self.project(x)
+
+    def arrivals(self) -> Tensor:
+        """This projection's own counters of programs, see `make_arrivals`."""
+        if self._arrivals is None or self._arrivals.device != self.weight.device:
+            self._arrivals = make_arrivals(self.weight.device)
+        return self._arrivals
+
+    def finalize_weights(self) -> None:
+        """Have the counters before any graph is captured."""
+        if self.weight.is_cuda:
+            self.arrivals()
 
     def weight_slots(self) -> dict[str, Slot]:
         """`weight`, and `bias` if there is one."""

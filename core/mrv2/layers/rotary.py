@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mrv2.errors import RopeError
+from mrv2.kernels.compute_angles import compute_angles
 from mrv2.layers.rope_config import RopeSpec
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ class RotaryTable:
             request_lens: [num_tokens] the length that counts for each token; read by dynamic types only.
         """
         inv_freq = self._inv_freq_for(positions.device, request_lens)
+        if positions.is_cuda:
+            cos, sin = torch.empty(2, len(positions), self.rotary_dim, dtype=dtype, device=positions.device)
+            scaling = self.attention_scaling
+            compute_angles(positions=positions, inv_freq=inv_freq.contiguous(), scaling=scaling, cos=cos, sin=sin)
+            return Angles(cos[:, None], sin[:, None])
         freqs = positions[:, None].float() * inv_freq
         cos = freqs.cos() * self.attention_scaling
         sin = freqs.sin() * self.attention_scaling

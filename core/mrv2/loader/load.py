@@ -117,6 +117,38 @@ def load_model(
     return model
 
 
+def random_model(
+    config: ModelConfig,
+    adapter: ModelAdapter,
+    layers: NativeLayers,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Build the model of `config` and fill it with random numbers, the same each time; for what weights don't matter
+    to: speed and memory. Vectors are ones, so that norms leave things as they are; hidden states keep their size.
+
+    Args:
+        config: from `load_model_config`; nothing else has to be in its folder.
+        adapter: from the registry.
+        layers: a new layer set.
+        device: where parameters and constructor-made tables live.
+        dtype: of parameters.
+
+    Raises:
+        ModelBuildError, LayerNameError: see `build_model`.
+    """
+    model = build_model(config, adapter, layers, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or not parameter.is_floating_point():
+            parameter.data.fill_(1)
+        else:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    layers.finalize(model)
+    return model
+
+
 def fill_model(
     model: nn.Module, layers: NativeLayers, source: WeightSource, *, num_layers: int | None = None
 ) -> LoadReport:

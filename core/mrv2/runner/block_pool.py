@@ -22,6 +22,7 @@ class BlockPool:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self._refs_np = np.zeros(num_blocks, np.int32)
+        self._refs = self._refs_np.data  # the same; one number at a time is quicker by this
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
@@ -58,16 +59,16 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to cached blocks."""
         for block in blocks:
-            if self._refs_np[block] == 0:
+            if self._refs[block] == 0:
                 del self._free[block]
-            self._refs_np[block] += 1
+            self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference each. Give a request's blocks last first: its tail is then evicted first."""
         for block in blocks:
-            self._refs_np[block] -= 1
-            assert self._refs_np[block] >= 0, f"block {block} released twice"
-            if self._refs_np[block] == 0:
+            self._refs[block] = refs = self._refs[block] - 1
+            assert refs >= 0, f"block {block} released twice"
+            if refs == 0:
                 self._free[block] = None
                 if block not in self._key_of:
                     self._free.move_to_end(block, last=False)

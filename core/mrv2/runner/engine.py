@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from mrv2.runner.outputs import Pending, StepOutput
+from mrv2.runner.outputs import Pending, StepEvents, StepOutput
 from mrv2.runner.request import FinishReason, Request
 from mrv2.runner.runner import Runner
-from mrv2.runner.scheduler import Scheduler, StepEvents
+from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
 from mrv2.state.plan import StepPlan
 

@@ -61,6 +61,21 @@ class GraphStats:
     """Decode steps that ran eagerly although graphs are on, by reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What serves steps of `num_reqs` requests, the longest of them beyond `above`."""
+
+    num_reqs: int
+    above: int
+    key: GraphKey
+    replay: Callable[[], Captured | None]
+
+    def serves(self, num_reqs: int, max_seq_len: int, sampler: SamplerNeeds | None) -> bool:
+        """Whether looking for these would find the same."""
+        alike = self.num_reqs == num_reqs and self.key.sampler is sampler
+        return alike and self.above < max_seq_len <= self.key.max_seq_len
+
+
 class Recorder(Protocol):
     """Makes a function that does again, on the device, what `run` launches."""
 
@@ -122,6 +137,7 @@ class StepGraphs:
         self._replays: dict[GraphKey, Callable[[], Captured | None]] = {}
         self._kinds: set[tuple[int, SamplerNeeds | None]] = set()  # context and sampler of keys that have occurred
         self._wanted: deque[GraphKey] = deque()  # keys of those kinds, the largest first
+        self._last: _Found | None = None
 
     def find(
         self, num_reqs: int, max_seq_len: int, sampler: SamplerNeeds | None
@@ -131,6 +147,10 @@ class StepGraphs:
         Raises:
             GraphCaptureError: its graph was not there yet, and can't be had.
         """
+        last = self._last
+        if last is not None and last.serves(num_reqs, max_seq_len, sampler):
+            self.stats.replays += 1
+            return last.replay
         key = find_key(self.plan, num_reqs, max_seq_len, sampler)
         if isinstance(key, str):
             if key not in self.stats.eager:
@@ -139,7 +159,10 @@ class StepGraphs:
             return None
         self._want(key)
         self.stats.replays += 1
-        return self._replays.get(key) or self._capture(key)
+        replay = self._replays.get(key) or self._capture(key)
+        above = max((n for n in self.plan.max_seq_lens if n < key.max_seq_len), default=0)
+        self._last = _Found(num_reqs, above, key, replay)
+        return replay
 
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Capture steps of all sizes with short requests, for each of these samplers."""

@@ -17,6 +17,11 @@ from mrv2.runner.state_slots import StateSlots
 from mrv2.sample.params import SamplingParams
 from mrv2.state.plan import BlockWrites
 
+Rows = NDArray[np.int32]
+
+PLENTY = 4
+"""Free blocks are plenty if there are so many times as many as would be taken in advance."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
@@ -84,6 +89,7 @@ class KVCacheManager:
         self._hashed_np = np.zeros(max_rows, np.int32)  # columns already in the prefix cache
         # (rows, start columns, column counts) appended since the last `take_writes`; the same in all paged groups.
         self._grown: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+        self.no_writes = self._writes()
 
     # -- sizes -------------------------------------------------------------------------------------------
 
@@ -111,6 +117,15 @@ class KVCacheManager:
         missing_np: NDArray[np.int32] = np.maximum(needed_np - self.num_cols_np[rows_np], 0)
         return missing_np
 
+    def missing_soon_np(self, rows_np: Rows, lens_np: Rows, limits_np: Rows) -> Rows:
+        """Columns each row lacks, and where blocks are plenty, those for a block of tokens more, up to its limit.
+
+        Rows then grow together, and for a while no step has to look whether one of them must.
+        """
+        soon_np = self.missing_np(rows_np, np.minimum(lens_np + self.block_size, limits_np))
+        plenty = PLENTY * int(soon_np.sum()) * self.num_paged <= self.pool.num_free
+        return soon_np if plenty else self.missing_np(rows_np, lens_np)
+
     # -- growth ------------------------------------------------------------------------------------------
 
     def grow(self, rows_np: NDArray[np.int32], missing_np: NDArray[np.int32]) -> None:
@@ -131,6 +146,9 @@ class KVCacheManager:
 
     def take_writes(self) -> tuple[BlockWrites, ...]:
         """What was appended since the last call, one entry per group."""
+        return self._writes() if self._grown or len(self.states) else self.no_writes
+
+    def _writes(self) -> tuple[BlockWrites, ...]:
         empty = np.empty(0, np.int32)
         rows_np, starts_np, lens_np = (
             (np.concatenate([empty, *parts]) for parts in zip(*self._grown, strict=True))
@@ -253,5 +271,5 @@ class KVCacheManager:
 
     def _drop(self, g: int, row: int, start: int, stop: int) -> None:
         cols = self.tables_np[g][row, start:stop]
-        self.pool.release(int(block) for block in cols[::-1] if block)
+        self.pool.release(block for block in cols[::-1].tolist() if block)
         cols[:] = 0

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mrv2.runner.request import Request
 from mrv2.sample.sampler import Logprobs
 from mrv2.state.plan import StepPlan
 from mrv2.state.view import Limits
@@ -40,6 +41,16 @@ class StepOutput:
     tokens_np: NDArray[np.int64]  # [num_reqs, tokens per step]
     num_sampled_np: NDArray[np.int32]  # [num_reqs]; 0 for unfinished prompts and stopped rows
     logprobs: LogprobsOutput | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvents:
+    """What an output changed, for the front end. Only watched requests appear before their end."""
+
+    numbers_np: NDArray[np.int64]  # [num_tokens], of the watched request that each token belongs to
+    tokens_np: NDArray[np.int64]  # [num_tokens], a request's in their order
+    logprobs: LogprobsOutput | None  # [num_tokens, ...]
+    ended: tuple[Request, ...]
 
 
 class Pending(Protocol):
@@ -96,8 +107,8 @@ class OutputRing:
         self.slots = torch.zeros(num_slots, 2, limits.max_rows, dtype=torch.int32, pin_memory=pin)
         self.slots_np = self.slots.numpy()
         self._outputs: list[RingOutput | None] = [None] * num_slots
+        self._events = [torch.cuda.Event() if pin else None for _ in range(num_slots)]  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._pin = pin
 
     def next_slot(self) -> int:
         """The slot for the next step; what it holds has been read then. With no more steps in flight than slots, that
@@ -111,7 +122,7 @@ class OutputRing:
 
     def begun(self, plan: StepPlan, slot: int) -> RingOutput:
         """The result of `plan`, whose launch has been given to the current stream."""
-        done = torch.cuda.Event() if self._pin else None  # type: ignore[no-untyped-call]
+        done = self._events[slot]
         if done is not None:
             done.record()
         output = self._outputs[slot] = RingOutput(plan, self.slots_np[slot], done)
@@ -131,9 +142,10 @@ class RingOutput:
         if self._output is None:
             if self._done is not None:
                 self._done.synchronize()
-            counts_np, tokens_np = self._slot_np[:, : self._num_reqs]
+            # A copy: the slot is used again.
+            slot_np = self._slot_np[:, : self._num_reqs].astype(np.int64)
             self._output = StepOutput(
-                step_id=self._step_id, tokens_np=tokens_np.astype(np.int64)[:, None], num_sampled_np=counts_np.copy()
+                step_id=self._step_id, tokens_np=slot_np[1][:, None], num_sampled_np=slot_np[0].astype(np.int32)
             )
         return self._output
 

@@ -45,16 +45,30 @@ class RowColumns:
         self.open_np[row] = True
         self.watched_np[row] = request.number if request.watched else -1
 
+    def stop_ids_of(self, at_np: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The stop ids of these rows, [as many as any of them has, num_rows]; -1 where one has fewer."""
+        ids_np = self.stop_ids_np[at_np, : self._stop_width]
+        return np.ascontiguousarray(ids_np[:, (ids_np >= 0).any(0)].T)
+
+    def schedule(self, rows_np: NDArray[np.int32], takes_np: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Count a step's tokens as planned; each row's length after the step, [num_rows]."""
+        at_np = rows_np.astype(np.intp)  # what NumPy takes as an index
+        self.scheduled_ub_np[at_np] = seq_lens_np = self.scheduled_ub_np[at_np] + takes_np
+        total_np = self.total_ub_np[at_np]
+        self.total_ub_np[at_np] = total_np + (seq_lens_np == total_np)  # it samples
+        self.in_flight_np[at_np] += 1
+        return seq_lens_np
+
     def known_tokens(self, row: int) -> NDArray[np.int32]:
         """A copy of the row's confirmed tokens, [known]."""
         return self.tokens_np[row, : self.known_np[row]].copy()
 
-    def append(self, rows_np: NDArray[np.int32], tokens_np: NDArray[np.int64]) -> None:
+    def append(self, rows_np: NDArray[np.intp], tokens_np: NDArray[np.int64]) -> None:
         """Add one confirmed token to each row."""
         self.tokens_np[rows_np, self.known_np[rows_np]] = tokens_np
         self.known_np[rows_np] += 1
 
-    def stopped(self, rows_np: NDArray[np.int32], tokens_np: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def stopped(self, rows_np: NDArray[np.intp], tokens_np: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each row's newest token is one of its stop ids; the device applies the same rule."""
         stop_ids_np = self.stop_ids_np[rows_np, : self._stop_width]
         return np.asarray((stop_ids_np == tokens_np[:, None]).any(1))

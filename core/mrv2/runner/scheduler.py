@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrv2.api import RequestData
+from mrv2.runner.batch import Batch
 from mrv2.runner.kv_cache import KVCacheManager, extend_hashes
-from mrv2.runner.outputs import LogprobsOutput, StepOutput
+from mrv2.runner.outputs import StepEvents, StepOutput
 from mrv2.runner.request import FinishReason, Request, Status
 from mrv2.runner.row_columns import RowColumns
+from mrv2.runner.steady import SteadyBatch
 from mrv2.state.plan import StepPlan
 from mrv2.state.rows import RowAllocator
 
 Rows = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvents:
-    """What an output changed, for the front end. Only watched requests appear before their end."""
-
-    numbers_np: NDArray[np.int64]  # [num_tokens], of the watched request that each token belongs to
-    tokens_np: NDArray[np.int64]  # [num_tokens], a request's in their order
-    logprobs: LogprobsOutput | None  # [num_tokens, ...]
-    ended: tuple[Request, ...]
 
 
 @dataclass(slots=True)
@@ -45,22 +36,6 @@ class SchedulerStats:
     generated_tokens: int = 0
     cached_tokens: int = 0
     peak_running: int = 0
-
-
-@dataclass(slots=True)
-class _Batch:
-    """The plan while it is being made."""
-
-    budget: int
-    rows: list[Rows] = field(default_factory=list)
-    takes: list[Rows] = field(default_factory=list)
-    added: list[tuple[int, RequestData]] = field(default_factory=list)
-    preempted: bool = False
-
-    def append(self, rows_np: Rows, takes_np: Rows) -> None:
-        self.rows.append(rows_np)
-        self.takes.append(takes_np)
-        self.budget -= int(takes_np.sum())
 
 
 class Scheduler:
@@ -97,6 +72,9 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[int] = []  # rows, in order of arrival
         self._running_np: Rows | None = None  # the same as an array; None after a change
+        self._steady: SteadyBatch | None = (
+            None  # of those that take part in steps; None after a change, or if some prefill
+        )
         self._draining: set[int] = set()  # rows that left `_running` with steps in flight
         self._removed: list[tuple[int, str]] = []
         self._step_id = 0
@@ -122,7 +100,7 @@ class Scheduler:
         """Queue a request. Its limits have been checked at the front door."""
         assert request.req_id not in self._requests
         assert len(request.tokens_np) < request.len_limit <= self.kv.capacity
-        extend_hashes(request.hashes, request.hash_root, request.tokens_np, self.kv.block_size)
+        self._hash(request, request.tokens_np)
         self._requests[request.req_id] = request
         self._waiting.append(request)
 
@@ -160,7 +138,7 @@ class Scheduler:
     def _leave(self, row: int) -> None:
         """Take `row` out of the running set; free it now, or when its last step has come back."""
         self._running.remove(row)
-        self._running_np = None
+        self._running_np = self._steady = None
         self._removed.append((row, self._request_at(row).req_id))
         if self.columns.in_flight_np[row]:
             self._draining.add(row)
@@ -172,7 +150,7 @@ class Scheduler:
         if columns.open_np[row]:  # preempted: it goes on from what was confirmed
             request.tokens_np = columns.known_tokens(row)
         computed = int(columns.computed_np[row])
-        extend_hashes(request.hashes, request.hash_root, columns.tokens_np[row, :computed], self.kv.block_size)
+        self._hash(request, columns.tokens_np[row, :computed])
         self.kv.commit(row, request.hashes, computed)
         if columns.scheduled_ub_np[row] == computed:
             self.kv.commit_last(row, request.hashes, computed)
@@ -181,6 +159,10 @@ class Scheduler:
         columns.open_np[row] = False
         request.row, self._by_row[row] = None, None
         self._draining.discard(row)
+
+    def _hash(self, request: Request, tokens_np: Rows) -> None:
+        if self.kv.prefix_caching:
+            extend_hashes(request.hashes, request.hash_root, tokens_np, self.kv.block_size)
 
     def _request_at(self, row: int) -> Request:
         request = self._by_row[row]
@@ -191,31 +173,37 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before an output comes back."""
-        batch = _Batch(self._max_num_tokens)
+        steady = self._steady
+        if steady is not None and steady.steps_left and not (self._waiting and self._rows.num_free):
+            self._step_id += 1
+            self.stats.steps += 1
+            return steady.plan(self._step_id)
+        batch = Batch(self._max_num_tokens)
         columns = self.columns
         if self._running_np is None:
             self._running_np = np.array(self._running, np.int32)
         rows_np = self._running_np
+        self.kv.trim_windows(rows_np, columns.computed_np[rows_np])
         # A row at its limit only waits for its output; the device stops it by the same rule.
-        remaining_np = np.where(
-            columns.total_ub_np[rows_np] < columns.len_limit_np[rows_np],
-            columns.total_ub_np[rows_np] - columns.scheduled_ub_np[rows_np],
-            0,
-        )
-        self._plan_decodes(batch, rows_np[remaining_np == 1])
+        total_np = columns.total_ub_np[rows_np]
+        remaining_np = (total_np - columns.scheduled_ub_np[rows_np]) * (total_np < columns.len_limit_np[rows_np])
+        decodes_np = remaining_np == 1
+        self._plan_decodes(batch, rows_np if decodes_np.all() else rows_np[decodes_np])
         for row in rows_np[remaining_np > 1].tolist():
             self._plan_chunk(batch, row)
         while self._waiting and batch.budget > 0 and not batch.preempted and self._admit(batch):
             pass
         return self._finish_plan(batch)
 
-    def _plan_decodes(self, batch: _Batch, rows_np: Rows) -> None:
-        rows_np = rows_np[: batch.budget]
+    def _plan_decodes(self, batch: Batch, rows_np: Rows) -> None:
+        if len(rows_np) > batch.budget:
+            rows_np = rows_np[: batch.budget]
         while True:
             missing_np = self.kv.missing_np(rows_np, self.columns.scheduled_ub_np[rows_np] + 1)
             short = int(missing_np.sum()) * self.kv.num_paged - self.kv.pool.num_free
             if short <= 0:
                 break
+            batch.short = True
             if self.kv.states.drop_pending():
                 continue
             if self._draining:  # their blocks come back; preempting more now would be for nothing
@@ -225,10 +213,14 @@ class Scheduler:
             self._preempt(victim)
             batch.preempted = True
             rows_np = rows_np[rows_np != victim]
+        if missing_np.any() and not batch.short:
+            columns = self.columns
+            lens_np = columns.scheduled_ub_np[rows_np] + 1
+            missing_np = self.kv.missing_soon_np(rows_np, lens_np, columns.len_limit_np[rows_np])
         self.kv.grow(rows_np, missing_np)
         batch.append(rows_np, np.ones(len(rows_np), np.int32))
 
-    def _plan_chunk(self, batch: _Batch, row: int) -> None:
+    def _plan_chunk(self, batch: Batch, row: int) -> None:
         if batch.budget <= 0 or row not in self._running:
             return
         columns = self.columns
@@ -260,7 +252,7 @@ class Scheduler:
             end = edge if edge > start else end
         return end - start
 
-    def _admit(self, batch: _Batch) -> bool:
+    def _admit(self, batch: Batch) -> bool:
         request = self._waiting[0]
         if request.row is not None or not self._rows.num_free:  # still draining, or the table is full
             return False
@@ -278,7 +270,7 @@ class Scheduler:
         row = self._rows.allocate()
         request.row, request.status, self._by_row[row] = row, Status.RUNNING, request
         self._running.append(row)
-        self._running_np = None
+        self._running_np = self._steady = None
         self.kv.open_row(row, hit)
         self.columns.open(row, request, hit.num_tokens)
         if not request.num_preemptions:
@@ -291,19 +283,13 @@ class Scheduler:
         batch.append(rows_np, np.array([take], np.int32))
         return True
 
-    def _finish_plan(self, batch: _Batch) -> StepPlan | None:
-        rows_np, takes_np = np.concatenate(batch.rows), np.concatenate(batch.takes)
+    def _finish_plan(self, batch: Batch) -> StepPlan | None:
+        rows_np, takes_np = batch.in_order()
         if not len(rows_np):
             return None
-        if len(batch.rows) > 1:  # single tokens first: they are one batch for the attention kernels
-            order_np = np.argsort(takes_np != 1, kind="stable")
-            rows_np, takes_np = rows_np[order_np], takes_np[order_np]
         columns = self.columns
         self._keep_states(rows_np)
-        columns.scheduled_ub_np[rows_np] += takes_np
-        columns.total_ub_np[rows_np] += columns.scheduled_ub_np[rows_np] == columns.total_ub_np[rows_np]
-        columns.in_flight_np[rows_np] += 1
-        seq_lens_np, num_decodes = columns.scheduled_ub_np[rows_np], int((takes_np == 1).sum())
+        seq_lens_np, num_decodes = columns.schedule(rows_np, takes_np), int((takes_np == 1).sum())
         self._step_id += 1
         self.stats.steps += 1
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
@@ -322,7 +308,19 @@ class Scheduler:
             copies=self.kv.states.take_copies(),
         )
         self._removed.clear()
+        self._note_steady(batch, plan)
         return plan
+
+    def _note_steady(self, batch: Batch, plan: StepPlan) -> None:
+        """See whether the next steps will be like this one."""
+        rows_np, columns, steady = plan.rows_np, self.columns, self._steady
+        alike = len(batch.rows) == 1 and not (batch.short or self.kv.keeps_states)
+        if not alike or (columns.scheduled_ub_np[rows_np] <= columns.prefill_len_np[rows_np]).any():
+            self._steady = None
+            return
+        if steady is None or steady.rows_np is not rows_np:
+            steady = self._steady = SteadyBatch(columns, rows_np, self.kv.no_writes, plan.max_seq_len)
+        steady.go_on(self.kv.num_cols_np[rows_np] * self.kv.block_size, plan.max_seq_len)
 
     def _keep_states(self, rows_np: Rows) -> None:
         """Keep the states of rows whose next step starts at a block edge."""
@@ -338,10 +336,17 @@ class Scheduler:
 
     def update(self, plan: StepPlan, output: StepOutput) -> StepEvents:
         """Take the output of the oldest step in flight."""
-        columns, rows_np = self.columns, plan.rows_np
+        steady = self._steady
+        if steady is not None:
+            events = steady.take(output) if plan.rows_np is steady.rows_np else None
+            if events is not None:
+                self.stats.generated_tokens += plan.num_reqs
+                return events
+            steady.lose_place()
+        columns, rows_np = self.columns, plan.rows_np.astype(np.intp)  # what NumPy takes as an index
         columns.in_flight_np[rows_np] -= 1
         before_np = columns.computed_np[rows_np]
-        gained_np = np.where(columns.open_np[rows_np], output.num_sampled_np, 0)
+        gained_np = output.num_sampled_np * columns.open_np[rows_np]
         ended_np = self._take_tokens(rows_np, output, gained_np)
         # The newest token is never computed. A row that the device stopped computed nothing in later steps, and one
         # whose tokens are dropped computed some that the host doesn't know: neither may reach the prefix cache.
@@ -365,8 +370,6 @@ class Scheduler:
             self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
         for row in [r for r in self._draining if not columns.in_flight_np[r]]:
             self._release(row)
-        alive_np = rows_np[columns.open_np[rows_np]]
-        self.kv.trim_windows(alive_np, columns.computed_np[alive_np])
         return StepEvents(
             numbers_np=numbers_np[at_np],
             tokens_np=output.tokens_np[at_np, of_np],
@@ -374,10 +377,10 @@ class Scheduler:
             ended=ended,
         )
 
-    def _take_tokens(self, rows_np: Rows, output: StepOutput, gained_np: Rows) -> Rows:
+    def _take_tokens(self, rows_np: NDArray[np.intp], output: StepOutput, gained_np: Rows) -> NDArray[np.intp]:
         """Append the new tokens; return the rows that are at their end."""
         columns = self.columns
-        ended: list[Rows] = []
+        ended: list[NDArray[np.intp]] = []
         for s in range(output.tokens_np.shape[1]):
             live_np = gained_np > s
             live_rows_np, tokens_np = rows_np[live_np], output.tokens_np[live_np, s]

@@ -50,6 +50,7 @@ class InputBuffers:
         assert not any(group.states for group in groups[: self._num_paged]), "groups of states come last"
         # Rows, query starts: all that the host has to say of a step. Both begin at multiples of 16 bytes.
         self.batch = torch.zeros(2, rows // 4 * 4 + 4, dtype=torch.int32, device=device)
+        self._ramp_np = np.arange(self.batch.shape[1], dtype=np.int32)
         self._ring = StagingRing(self.batch.nbytes, device, depth=8)  # a step may need two
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._logits_indices = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -185,8 +186,10 @@ class InputBuffers:
         nbytes, n = self.batch.nbytes, plan.num_reqs
         batch_np = self._ring.take(nbytes)[:nbytes].view(np.int32).reshape(self.batch.shape)
         batch_np[0, :n], batch_np[0, n:] = plan.rows_np, -1
-        batch_np[1, 0], batch_np[1, n + 1 :] = 0, plan.num_tokens
-        np.cumsum(plan.query_lens_np, out=batch_np[1, 1 : n + 1])
+        np.minimum(self._ramp_np, plan.num_tokens, out=batch_np[1])  # right if all have one token
+        if plan.num_decodes < n:
+            np.cumsum(plan.query_lens_np, out=batch_np[1, 1 : n + 1])
+            batch_np[1, n + 1 :] = plan.num_tokens
         assert batch_np[1, n] == plan.num_tokens, (batch_np[1, n], plan.num_tokens)
         return batch_np
 

@@ -34,8 +34,11 @@ class BlockCopies:
     targets: NDArray[np.int32]  # [num_copies]
 
 
+_NO_COPIES = BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
+
+
 def _no_copies() -> BlockCopies:
-    return BlockCopies(sources=np.empty(0, np.int32), targets=np.empty(0, np.int32))
+    return _NO_COPIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class StepPlan:
             self,
             removed=(),
             added=(),
-            copies=_no_copies(),
+            copies=_NO_COPIES,
             rows_np=self.rows_np[start:stop],
             query_lens_np=takes_np,
             max_seq_len=(self.max_decode_len or self.max_seq_len) if stop <= self.num_decodes else self.max_seq_len,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,10 @@ from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.layers.base import StepContext, WeightMap
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.model_state.default import DefaultModelState
+from mrv2.runner.graphs import default_plan
+from mrv2.runner.runner import Runner
+
+T = TypeVar("T")
 
 VOCAB_SIZE = 8
 
@@ -80,3 +85,27 @@ def null_engine(*, max_model_len: int, **settings: Any) -> EngineParts:
         settings: fields of `EngineConfig`.
     """
     return assemble(null_model(max_model_len=max_model_len), EngineConfig(device="cpu", **settings))
+
+
+class NullReplays:
+    """A `Recorder` whose graphs do nothing, so that a step costs what the host does for it and no more."""
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        """`run` is called once; replays give what it returned."""
+        result = run()
+        return lambda: result
+
+
+def null_replays(*, max_model_len: int, **settings: Any) -> EngineParts:
+    """An engine that replays decodes as on a GPU, with graphs that do nothing: every request always gains token 1.
+
+    Args:
+        max_model_len: most tokens of one request.
+        settings: fields of `EngineConfig`.
+    """
+    parts = null_engine(max_model_len=max_model_len, **settings)
+    runner = parts.engine._runner
+    assert isinstance(runner, Runner)
+    runner.use_graphs(default_plan(parts.limits), NullReplays())
+    runner._ring.slots.fill_(1)
+    return parts

@@ -9,7 +9,7 @@ on our builders), and zeroed states (kernels select, see `mrv2.layers.custom.fre
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from mrv2.attn.specs import ALIGNMENT, CacheTensor, PerRequest, PerToken
 from mrv2.errors import LayerArgumentError
 from mrv2.layers.custom import CacheKernel
-from mrv2.layers.vllm.state_backends import STATE_TYPE
+from mrv2.layers.vllm.state_backends import state_type
 from mrv2.state.view import CacheMeta
 
 OP = "mrv2_cache"
@@ -133,6 +133,18 @@ class TokenBackend(AttentionBackend):
         return TokenBackend.layouts
 
     @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Asked by 0.26; later releases make this shape by themselves."""
+        return num_blocks, num_kv_heads, block_size, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Blocks come first, so their pages may be padded. Asked by 0.26."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @staticmethod
     def get_name() -> str:
         """For logs."""
         return "MRV2_TOKENS"
@@ -173,7 +185,21 @@ class CacheHandle(nn.Module):
         self.kernel = kernel
         self.local = local_entries(spec.tensors, config.model_config.dtype, ranks)
         self.views: dict[str, Tensor] = {}
+        self._bound: Any = None
         config.compilation_config.static_forward_context[name] = self
+
+    @property
+    def kv_cache(self) -> Any:
+        """What vLLM has bound. 0.26 sets it; later releases call `bind_kv_cache`, which does."""
+        return self._bound
+
+    @kv_cache.setter
+    def kv_cache(self, bound: Any) -> None:
+        self._bound = bound
+        self.views = self._named(bound) if len(bound) else {}  # at the end, an empty one
+
+    def _named(self, bound: Any) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def forward(self, ctx: Any, *inputs: Tensor, out: Tensor) -> Tensor:
         """Run the kernel on this step's `inputs`; returns `out`."""
@@ -216,15 +242,18 @@ class TokenCache(CacheHandle, AttentionLayerBase):
         )
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Cut [num_blocks, 1, block_size, bytes] into the tensors."""
+        """See `kv_cache`."""
         self.kv_cache = kv_cache
-        start = 0
+
+    def _named(self, bound: Tensor) -> dict[str, Tensor]:
+        """Cut [num_blocks, 1, block_size, bytes] into the tensors."""
+        views, start = {}, 0
         for name, size in self._sizes().items():
             shape, dtype = self.local[name]
-            part = kv_cache[:, 0, :, start : start + math.prod(shape) * dtype.itemsize]
-            typed = part.view(dtype)
-            self.views[name] = typed.view(*typed.shape[:-1], *shape)
+            typed = bound[:, 0, :, start : start + math.prod(shape) * dtype.itemsize].view(dtype)
+            views[name] = typed.view(*typed.shape[:-1], *shape)
             start += size
+        return views
 
 
 class RequestState(CacheHandle, MambaBase):
@@ -232,8 +261,8 @@ class RequestState(CacheHandle, MambaBase):
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """One type per number of tensors: prefix caching copies by type."""
-        return MambaAttentionBackendEnum[STATE_TYPE.format(len(state_layout(self.local)))]
+        """See `state_type`."""
+        return state_type(len(state_layout(self.local)))
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """See `state_layout`."""
@@ -247,14 +276,14 @@ class RequestState(CacheHandle, MambaBase):
         """See `StateBackend`."""
         return StateBackend
 
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Pages as vLLM cuts them; padding is left out."""
-        MambaBase.bind_kv_cache(self, kv_cache)
-        tensors: Any = iter(self.kv_cache)  # type: ignore[arg-type]
+    def _named(self, bound: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The state's tensors, as vLLM has cut its pages, without those between that pad."""
+        tensors, views = iter(bound), {}
         for name, (shape, dtype) in self.local.items():
-            self.views[name] = next(tensors)
+            views[name] = next(tensors)
             if math.prod(shape) * dtype.itemsize % ALIGNMENT:
                 next(tensors)
+        return views
 
 
 def make_handle(config: VllmConfig, name: str, spec: PerToken | PerRequest, kernel: CacheKernel) -> CacheHandle:
@@ -269,7 +298,8 @@ def make_handle(config: VllmConfig, name: str, spec: PerToken | PerRequest, kern
             f"{name} {what}", where="L.cache", fix="give each cache a name and a tensor of its own"
         )
     platform = get_attn_backend(64, config.model_config.dtype, config.cache_config.cache_dtype)
-    TokenBackend.layouts = platform.supported_kv_cache_layouts()
+    if hasattr(platform, "supported_kv_cache_layouts"):  # 0.26 has one form for all
+        TokenBackend.layouts = platform.supported_kv_cache_layouts()
     layer = RequestState if isinstance(spec, PerRequest) else TokenCache
     return layer(config, name, spec, kernel, get_tensor_model_parallel_world_size())
 

@@ -18,11 +18,18 @@ def register_state_types() -> None:
     """Add the types to vLLM's enumeration; specs are pickled with them to every process. May be called again."""
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Types
 
-    if not hasattr(Types, "register"):  # 0.26 has no types to add
+    if not hasattr(Types, "register"):  # 0.26 copies all states alike, and has one type for others' states
         return
     for n in range(1, MAX_TENSORS + 1):
         if STATE_TYPE.format(n) not in Types.__members__:
             Types.register(STATE_TYPE.format(n), f"{__name__}.StateBackend{n}")
+
+
+def state_type(tensors: int) -> Any:
+    """The member for states of so many tensors."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Types
+
+    return Types[STATE_TYPE.format(tensors)] if hasattr(Types, "register") else Types.CUSTOM  # see above
 
 
 def __getattr__(name: str) -> Any:

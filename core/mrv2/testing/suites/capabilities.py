@@ -23,6 +23,7 @@ NATIVE = frozenset(
         Capability.RECURRENT,
         Capability.CUDA_GRAPHS,
         Capability.GGUF,
+        Capability.LOGITS_PROCESSORS,
     }
 )
 """What this core's native host offers at all."""
@@ -41,7 +42,7 @@ def declared_is_offered(subject: Subject) -> None:
 
 
 PROVEN = {
-    "native": NATIVE - {Capability.GGUF},
+    "native": NATIVE - {Capability.GGUF, Capability.LOGITS_PROCESSORS},
     "vllm": frozenset(
         {
             Capability.CHUNKED_PREFILL,

@@ -1,0 +1,170 @@
+"""A decode step's time: the whole, the host's share, and the device's between events around each replay."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mrv2.frontend.build import EngineParts
+from mrv2.runner.outputs import PendingOutput, RingOutput
+from mrv2.runner.request import FinishReason
+from mrv2.sample.params import SamplingParams
+
+WARM = 16
+"""Tokens that each request has, on average, before its steps are measured."""
+
+NEEDS_CUDA = "unavailable: on a CPU, host and device are one, and there are no events around replays"
+
+
+class Replays:
+    """Events around every graph replay within."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> Replays:
+        self._replay = replay = torch.cuda.CUDAGraph.replay
+
+        def marked(graph: torch.cuda.CUDAGraph) -> None:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            first.record()
+            replay(graph)
+            last.record()
+            self.marks.append((first, last))
+
+        torch.cuda.CUDAGraph.replay = marked  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.CUDAGraph.replay = self._replay  # type: ignore[method-assign]
+
+    def report(self) -> dict[str, Any]:
+        """Microseconds of a replay, and between two."""
+        torch.cuda.synchronize()
+        if not self.marks:
+            return {"replays": 0}
+        device = [first.elapsed_time(last) * 1e3 for first, last in self.marks]
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        idle = [last.elapsed_time(first) * 1e3 for (_, last), (first, _) in pairs] or [0.0]
+        return {
+            "replays": len(device),
+            "device_us": round(statistics.median(device), 1),
+            "device_us_worst": round(max(device), 1),
+            "idle_us": round(statistics.median(idle), 1),
+            "idle_share": round(sum(idle) / (sum(idle) + sum(device)), 4),
+        }
+
+
+@contextmanager
+def waits() -> Iterator[list[float]]:
+    """Seconds of each wait for an output within."""
+    waited: list[float] = []
+    originals = {kind: kind.wait for kind in (PendingOutput, RingOutput)}
+
+    def timed(kind: Any) -> Any:
+        def wait(pending: Any) -> Any:
+            start = time.perf_counter()
+            output = originals[kind](pending)
+            waited.append(time.perf_counter() - start)
+            return output
+
+        return wait
+
+    for kind in originals:
+        kind.wait = timed(kind)  # type: ignore[method-assign]
+    try:
+        yield waited
+    finally:
+        for kind, wait in originals.items():
+            kind.wait = wait  # type: ignore[method-assign]
+
+
+def tokens_needed(batch: int, *, prompt_len: int, steps: int, max_num_tokens: int) -> int:
+    """Context that a request of `start_decoding` needs for `measure_steps`, its prompt included."""
+    # The first decode while the last still have their prompts before them.
+    prefills = -(-batch * prompt_len // max(max_num_tokens - batch, 1))
+    return prompt_len + WARM + 4 * steps + prefills + 16
+
+
+def start_decoding(parts: EngineParts, batch: int, *, prompt_len: int, steps: int, rng: random.Random) -> None:
+    """Bring `batch` requests past their prompts and some steps further, with enough to go for `measure_steps`.
+
+    Args:
+        parts: idle, and made for requests as long as `tokens_needed`.
+        batch: requests.
+        prompt_len: tokens of each prompt; random ones.
+        steps: that will be measured.
+        rng: of the prompts.
+    """
+    length = tokens_needed(batch, prompt_len=prompt_len, steps=steps, max_num_tokens=parts.limits.max_num_tokens)
+    params = SamplingParams(temperature=0, max_tokens=length - prompt_len, ignore_eos=True)
+    for i in range(batch):
+        ids = [rng.randrange(parts.limits.vocab_size) for _ in range(prompt_len)]
+        parts.engine.add([parts.intake.request(f"step-{i}", ids, params)])
+    stats = parts.engine.scheduler.stats
+    wanted = stats.generated_tokens + batch * WARM
+    while stats.generated_tokens < wanted:
+        parts.engine.step()
+
+
+def stop(parts: EngineParts, batch: int) -> None:
+    """End what `start_decoding` began."""
+    for i in range(batch):
+        parts.engine.end(f"step-{i}", FinishReason.ABORT)
+    while parts.engine.has_work:
+        parts.engine.step()
+
+
+def measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
+    """Microseconds of a step, of the host's work in it, and of the device's, while requests decode.
+
+    Host time is all but the wait for an output. Events delay the device a little, so device and wall time are measured
+    one after the other.
+    """
+    result: dict[str, Any] = {}
+    if parts.graphs is not None:
+        with Replays() as replays:
+            for _ in range(steps):
+                parts.engine.step()
+        result |= replays.report()
+    times = []
+    with waits() as waited:
+        for _ in range(3 * steps):
+            start = time.perf_counter()
+            parts.engine.step()
+            times.append(time.perf_counter() - start)
+    result["step_us"] = round(sum(times) / len(times) * 1e6, 1)
+    result["step_us_p99"] = round(statistics.quantiles(times, n=100, method="inclusive")[-1] * 1e6, 1)
+    if parts.limits.device.type == "cuda":
+        result["host_us"] = round((sum(times) - sum(waited)) / len(times) * 1e6, 1)
+    return result
+
+
+def profile_steps(parts: EngineParts, steps: int = 5) -> dict[str, Any]:
+    """Microseconds of the kernels of a step on a GPU."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            parts.engine.step()
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if e.self_device_time_total > 0]
+    kernels = sorted(events, key=lambda e: -e.self_device_time_total)
+    return {
+        "device_us": round(sum(e.self_device_time_total for e in kernels) / steps, 1),
+        "launches": round(sum(e.count for e in kernels) / steps, 1),
+        "kernels": [
+            {
+                "name": e.key[:100],
+                "us": round(e.self_device_time_total / steps, 1),
+                "count": round(e.count / steps, 1),
+                "us_each": round(e.self_device_time_total / e.count, 2),
+            }
+            for e in kernels[:30]
+        ],
+    }

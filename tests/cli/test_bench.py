@@ -1,0 +1,226 @@
+"""`mrv2 bench` and `mrv2 trace` as processes, on a CPU, with a tiny model and with a config alone."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from mrv2.bench.arms import medians, parse_arm
+from mrv2.bench.trace import Span, Trace, chrome_events
+from mrv2.bench.trace_page import draw, nested
+from mrv2.errors import CommandLineError
+
+pytestmark = pytest.mark.timeout(240)
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+QUICK = ("--prompt-tokens", 8, "--device", "cpu")
+
+
+def mrv2(*args):
+    command = [sys.executable, "-m", "mrv2", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    file = tmp_path_factory.mktemp("config") / "our-shape.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+class References(HTMLParser):
+    """Whatever a page would fetch or run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags = [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.found += [(tag, name) for name, _ in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
+
+
+def check_self_contained(html):
+    page = References()
+    page.feed(html)
+    assert page.found == []
+    assert "svg" in page.tags
+    assert not page.tags & {"script", "link", "iframe", "img"}
+    assert not re.search(r"url\(|@import|https?:", html)
+
+
+# -- bench -------------------------------------------------------------------------------------------------
+
+
+def test_bench_compares_arms_of_a_config_alone(config, tmp_path):
+    out, html = tmp_path / "b.json", tmp_path / "b.html"
+    code, text, err = mrv2(
+        *("bench", "--config", config, *QUICK, "--batches", "1,3", "--new-tokens", 6, "--steps", 4, "--requests", 4),
+        *("--repeat", 2, "--arm", "small:block_size=4", "--arm", "block_size=32", "-o", out, "--html", html),
+    )
+    assert code == 0, err
+    assert "unavailable" in text  # what takes CUDA events is not made up
+    report = json.loads(out.read_text())
+    assert [arm["name"] for arm in report["arms"]] == ["small", "block_size=32"]
+    assert report["settings"]["weights"] == "random"
+    for arm in report["arms"]:
+        assert [entry["batch"] for entry in arm["throughput"]] == [1, 3]
+        for entry in arm["throughput"]:
+            runs = [run["tokens_per_second"] for run in entry["runs"]]
+            assert len(runs) == 2
+            assert min(runs) <= entry["tokens_per_second"] <= max(runs)
+            for run in entry["runs"]:
+                assert run["tokens_per_second"] * run["seconds"] == pytest.approx(6 * entry["batch"], rel=0.01)
+        for entry in arm["steps"]:
+            assert 0 < entry["step_us"] <= entry["step_us_p99"]
+            assert all(str(entry[name]).startswith("unavailable") for name in ("host_us", "device_us", "idle_us"))
+        arrivals = arm["arrivals"]
+        assert arrivals["requests"] == 4
+        for times in (arrivals["first_token_ms"], arrivals["between_tokens_ms"]):
+            assert 0 < times["p50"] <= times["p99"]
+    # All arms have the same arrivals a second.
+    assert len({arm["arrivals"]["rate"] for arm in report["arms"]}) == 1
+    check_self_contained(html.read_text())
+
+
+def test_bench_measures_a_model_and_prints_one_document(text_model):
+    code, out, err = mrv2(
+        *("bench", text_model, *QUICK, "--measures", "throughput", "--batches", 2, "--new-tokens", 4, "--repeat", 1),
+        "--json",
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert [arm["name"] for arm in report["arms"]] == ["default"]
+    assert report["arms"][0]["steps"] == []
+    assert report["arms"][0]["arrivals"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give either MODEL or --config"),
+        (["--config", "absent.json"], "there is no file"),
+        (["x", "--arm", "a:blocksize=3"], "sets nothing"),
+        (["x", "--measures", "speed"], "no measure"),
+        (["x", "--batches", "1,two"], "whole numbers"),
+    ],
+)
+def test_wrong_use_is_named(args, message):
+    code, _, err = mrv2("bench", *args)
+    assert code == 2
+    assert message in err
+
+
+def test_what_does_not_fit_the_context_is_named(config):
+    code, _, err = mrv2("bench", "--config", config, "--prompt-tokens", 500, "--device", "cpu")
+    assert code == 2
+    assert "--prompt-tokens" in err
+
+
+def test_arms_have_names_and_typed_values():
+    arm = parse_arm("big cache:max_num_seqs=8,graphs=False,dtype=float32,kv_memory=none")
+    assert arm.name == "big cache"
+    assert arm.settings == {"max_num_seqs": 8, "graphs": False, "dtype": "float32", "kv_memory": None}
+    assert parse_arm("device=cuda:0").settings == {"device": "cuda:0"}
+    with pytest.raises(CommandLineError):
+        parse_arm("name:depth")
+
+
+def test_medians_reach_into_dictionaries():
+    runs = [{"a": 1, "b": {"c": 5.0}}, {"a": 9, "b": {"c": 7.0}}, {"a": 2, "b": {"c": 6.0}}]
+    assert medians(runs) == {"a": 2, "b": {"c": 6.0}}
+
+
+# -- trace -------------------------------------------------------------------------------------------------
+
+
+def check_lanes(events):
+    """Durations, and nesting in each lane. Returns names of lanes by (pid, tid)."""
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for lane in lanes:
+        spans = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane)
+        assert spans
+        around = []
+        for start, length in spans:
+            end = start - length
+            assert start >= 0
+            assert length <= 0
+            while around and around[-1] <= start + 0.002:  # written with three digits
+                around.pop()
+            assert not around or end <= around[-1] + 0.002
+            around.append(end)
+    return lanes
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_trace_has_the_steps_of_the_engine_thread(config, tmp_path, prompts):
+    out, html = tmp_path / "t.json", tmp_path / "t.html"
+    code, _, err = mrv2(
+        *("trace", "--config", config, *QUICK, "--batch", 3, "--steps", 5, "-o", out, "--html", html),
+        *(["--prompts"] if prompts else []),
+    )
+    assert code == 0, err
+    events = json.loads(out.read_text())["traceEvents"]
+    lanes = check_lanes(events)
+    assert "mrv2-engine" in lanes.values()
+    assert {e["cat"] for e in events if e["ph"] == "X"} == {"host"}  # a CPU has no lanes of a device
+    names = [e["name"] for e in events if e["ph"] == "X"]
+    assert names.count("step") == 5
+    for name in ("schedule", "launch", "wait", "process tokens"):
+        assert names.count(name) >= 5, name
+    text = html.read_text()
+    check_self_contained(text)
+    assert "Unavailable" in text
+
+
+def test_a_trace_that_goes_nowhere_is_refused(config):
+    code, _, err = mrv2("trace", "--config", config)
+    assert code == 2
+    assert "--html" in err
+
+
+def test_hooks_are_gone_after_a_recording(text_model):
+    from mrv2 import LLM
+    from mrv2.bench.trace import record, recording
+
+    with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm:
+        engine = llm._driver._engine
+        owners = [engine, engine.scheduler, engine._runner, llm._driver._outputs, llm._driver._events]
+        before = [dict(vars(owner)).keys() for owner in owners]
+        with recording(llm) as host:
+            llm.generate([[1, 2, 3]])
+        assert {span.name for span in host.spans} >= {"step", "deliver"}
+        assert {span.lane for span in host.spans} == {"mrv2-engine", "mrv2-outputs"}
+        assert [vars(owner).keys() for owner in owners] == before
+        count = len(host.spans)
+        llm.generate([[1, 2, 3]])
+        assert len(host.spans) == count
+        trace = record(llm, batch=2, prompt_tokens=3, steps=4)
+        assert trace.steps == 4
+
+
+def test_device_lanes_are_drawn_and_their_gaps_told():
+    host = [Span("engine", "step", 0.0, 1e-3), Span("engine", "wait", 1e-4, 9e-4)]
+    device = [Span("stream 7", "first <kernel>", 0.0, 3e-4), Span("stream 7", "second", 5e-4, 1e-3)]
+    trace = Trace(host=host, device=device, steps=1, start=0.0, end=1e-3)
+    assert sorted(check_lanes(chrome_events(trace)["traceEvents"]).values()) == ["engine", "stream 7"]
+    html = draw(trace, "a trace")
+    check_self_contained(html)
+    assert "first &lt;kernel&gt;" in html
+    assert "Busy 800 us" in html
+    assert "20.0%" in html
+    assert [depth for _, depth in nested(host)] == [0, 1]
