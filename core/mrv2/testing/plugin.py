@@ -62,6 +62,11 @@ def _names(cls: Any) -> tuple[str, ...]:
     return names or ("",)
 
 
+def _class_of(item: pytest.Item) -> str:
+    """File and class."""
+    return item.nodeid.partition("[")[0].rpartition("::")[0]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Note what a test is, and leave out levels that aren't wanted."""
@@ -75,10 +80,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if reason:
             standard = getattr(cls.__mro__[1], item.name.partition("[")[0], None)
             levels = getattr(getattr(standard, "__mrv2_test__", None), "levels", ("L1",))
-            item.stash[_INFO] = (cls.__name__, item.name, str(levels[0]), "", reason)
+            item.stash[_INFO] = (_class_of(item), item.name, str(levels[0]), "", reason)
         return
     config, level = job
-    item.stash[_INFO] = (cls.__name__, item.name, str(level), config, "")
+    item.stash[_INFO] = (_class_of(item), item.name, str(level), config, "")
     wanted = item.config.getoption("--mrv2-levels")
     if str(level) not in (wanted.split(",") if wanted else LEVELS) or level not in cls.levels:
         pytest.skip(f"not run: level {level} isn't asked for")
