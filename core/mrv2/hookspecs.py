@@ -80,7 +80,7 @@ def mrv2_logits_processors(ctx: AdapterContext) -> Sequence[Any] | None:
 
 @hookspec(firstresult=True)
 def mrv2_test_target(ctx: AdapterContext) -> object | None:
-    """What the conformance kit needs: a tiny config, tolerances, and a reference (callable, file, or none)."""
+    """An `mrv2.testing.Target`: small configs, a reference (callable, file, or none), tolerances. For `mrv2 check`."""
 
 
 @hookspec(firstresult=True)
