@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mrv2.model_state.parts import InputPart
     from mrv2.registry import Registry
     from mrv2.sample.params import SamplingParams
+    from mrv2.state.columns import MirroredColumn
+    from mrv2.state.plan import StepPlan
+    from mrv2.state.view import Limits, StepView
 
 # Name to module. Imported on first use: `mrv2 --help` and an adapter's hooks must not wait for torch.
 _HOMES = {
@@ -30,11 +33,15 @@ _HOMES = {
     "GraphPlan": "mrv2.model_state.graphs",
     "GraphSupport": "mrv2.model_state.graphs",
     "InputPart": "mrv2.model_state.parts",
+    "Limits": "mrv2.state.view",
+    "MirroredColumn": "mrv2.state.columns",
     "ModelState": "mrv2.model_state.base",
     "Mrv2Error": "mrv2.errors",
     "Registry": "mrv2.registry",
     "RequestData": "mrv2.api",
     "SamplingParams": "mrv2.sample.params",
+    "StepPlan": "mrv2.state.plan",
+    "StepView": "mrv2.state.view",
     "VllmModel": "mrv2.api",
     "hookimpl": "mrv2.api",
 }
@@ -49,11 +56,15 @@ __all__ = [
     "GraphPlan",
     "GraphSupport",
     "InputPart",
+    "Limits",
+    "MirroredColumn",
     "ModelState",
     "Mrv2Error",
     "Registry",
     "RequestData",
     "SamplingParams",
+    "StepPlan",
+    "StepView",
     "VllmModel",
     "__version__",
     "hookimpl",

@@ -3,7 +3,7 @@
 A message answers four questions: *what* is wrong, *where* it comes from, *how to fix it*, and where to
 read more. `mrv2 explain CODE` prints the class documentation; `docs/errors.md` is generated from it.
 Codes are never reused: 1xx adapters and registry, 2xx checkpoints, configs and tokenizers, 3xx layers and
-kernels, 4xx requests and the runner, 5xx command line and files, 6xx inside vLLM.
+kernels, 4xx requests and the runner, 5xx command line and files, 6xx inside vLLM, 7xx conformance kit.
 """
 
 from __future__ import annotations
@@ -628,3 +628,40 @@ class VllmProbeError(Mrv2Error):
 
     code = "MRV2-606"
     title = "vLLM can't be asked"
+
+
+# ---- 7xx: conformance kit ----------------------------------------------------------------------------------
+
+
+class TargetError(Mrv2Error):
+    """What an adapter is to be tested with can't be used: no small config, one that serves too few tokens, a
+    checkpoint that can't be made for it, or a reference of the wrong kind.
+
+    An adapter says it in the hook `mrv2_test_target`, a test class in attributes of the same names; see
+    `mrv2.testing.Target`.
+    """
+
+    code = "MRV2-701"
+    title = "bad test target"
+
+
+class OverrideError(Mrv2Error):
+    """A test class replaces a standard test, or takes it out, without saying why.
+
+    Put `@mrv2.testing.override("the reason")` above it. The summary shows the reason, and the test doesn't count as
+    the standard one.
+    """
+
+    code = "MRV2-702"
+    title = "standard test replaced without a reason"
+
+
+class RecordError(Mrv2Error):
+    """`conformance.json` can't be written or read: nothing has passed that could be recorded, something failed, the
+    adapter isn't in a folder that can be written, or the file is damaged.
+
+    Correct what failed, or delete the damaged file, and run `mrv2 check NAME --record` again.
+    """
+
+    code = "MRV2-703"
+    title = "no conformance record"

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mrv2.errors import TargetError
+from mrv2.layers.native import NativeLayers
+from mrv2.loader.slots import collect_slots
 from mrv2.loader.source import INDEX_NAME, SINGLE_NAME
 
 
@@ -49,6 +52,37 @@ def randomize(model: nn.Module, *, seed: int = 0) -> None:
             noise = noise * parameter.shape[-1] ** -0.5
         with torch.no_grad():
             parameter.copy_(noise)
+
+
+def write_random(folder: Path, model_class: Any, config: Any, *, where: str, seed: int = 0) -> None:
+    """Write random values for every weight slot of a model, under our own names, to a folder.
+
+    Args:
+        folder: the checkpoint's; its config is there already.
+        model_class: what the adapter's `mrv2_model` returns.
+        config: of the model.
+        where: the adapter, for messages.
+        seed: of all values.
+
+    Raises:
+        TargetError: the adapter reads a format of its own, which nobody else can write.
+    """
+    weight_map = model_class.weight_map
+    with torch.device("meta"):
+        slots = collect_slots(model_class(NativeLayers(), config)).values()
+    names = [s.name for s in slots if s.required]
+    if weight_map.transform is not None or [weight_map.canonical(name) for name in names] != names:
+        raise TargetError(
+            "the adapter's weight_map changes names or values, so a checkpoint can't be made up",
+            where=where,
+            fix="let the target bring one: checkpoint=(folder, config) -> writes it there",
+        )
+    fake = nn.Module()
+    tensors = {s.name: torch.empty(s.slot.shape or ()) for s in slots if s.required}
+    for i, tensor in enumerate(tensors.values()):
+        fake.register_parameter(str(i), nn.Parameter(tensor, requires_grad=False))
+    randomize(fake, seed=seed)
+    write_tensors(folder, tensors)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,182 @@
+"""Running the suites: each check once per config and level, and what came of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mrv2.errors import Mrv2Error
+from mrv2.loading import describe, raised_at
+from mrv2.testing.results import (
+    Check,
+    ConformanceFailure,
+    Level,
+    LevelSummary,
+    NotApplicable,
+    NotRun,
+    Outcome,
+    Result,
+    summarize,
+)
+from mrv2.testing.subject import Subject
+from mrv2.testing.suites import all_checks
+
+NO_TARGET = "there is no config to test with (mrv2_test_target)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that a run found."""
+
+    adapter: str
+    version: str
+    reference: str  # what answers were compared with
+    results: tuple[Result, ...]
+
+    @property
+    def levels(self) -> tuple[LevelSummary, ...]:
+        """Each level in numbers."""
+        return summarize(self.results)
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """In the order of the suites: the first explains the others."""
+        return tuple(r for r in self.results if r.outcome is Outcome.FAILED)
+
+    def passes(self, require: Level) -> bool:
+        """Nothing failed, and every level up to `require` ran and passed."""
+        return not self.failures and all(s.passed for s in self.levels if s.level <= require)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One check to be run once."""
+
+    check: Check
+    level: Level
+    config: str  # empty: the whole adapter
+
+    def missing(self) -> str:
+        """Why it can't run here; empty: it can."""
+        return unavailable(self.level)
+
+
+def unavailable(level: Level) -> str:
+    """Why a level can't run on this machine; empty: it can."""
+    if level is Level.GPU:
+        import torch
+
+        return "" if torch.cuda.is_available() else "there is no GPU here"
+    if level is Level.VLLM:
+        return "" if importlib.util.find_spec("vllm") is not None else "vLLM isn't installed"
+    return ""
+
+
+def jobs(
+    subject: Subject, levels: Iterable[Level] = tuple(Level), suites: Iterable[str] | None = None
+) -> Iterator[Job]:
+    """Everything to be run, suite by suite.
+
+    Args:
+        subject: the adapter.
+        levels: those wanted.
+        suites: those wanted; None: all.
+    """
+    wanted, some = set(levels), None if suites is None else set(suites)
+    for one in all_checks():
+        if some is not None and one.suite not in some:
+            continue
+        for level in one.levels:
+            if level in wanted:
+                for config in ("",) if one.whole else subject.names or ("",):
+                    yield Job(check=one, level=level, config=config)
+
+
+def run_job(subject: Subject, job: Job) -> Result:
+    """Run one check and say what came of it; nothing that an adapter raises gets out but Ctrl-C."""
+    start = time.perf_counter()
+    outcome, message, details = _outcome(subject, job)
+    return Result(
+        check=job.check.id,
+        suite=job.check.suite,
+        title=job.check.title,
+        level=job.level,
+        config=job.config,
+        outcome=outcome,
+        message=message,
+        seconds=time.perf_counter() - start,
+        details=details,
+    )
+
+
+def call(subject: Subject, job: Job) -> Any:
+    """The check itself, with what it raises.
+
+    Raises:
+        NotRun, NotApplicable, ConformanceFailure, Mrv2Error: see `check`.
+    """
+    if reason := job.missing():
+        raise NotRun(reason)
+    if job.check.whole:
+        return job.check.function(subject)
+    if not job.config:
+        raise NotRun(NO_TARGET)
+    return job.check.function(subject.case(job.config, job.level))
+
+
+def _outcome(subject: Subject, job: Job) -> tuple[Outcome, str, Any]:
+    try:
+        return Outcome.PASSED, "", call(subject, job) or {}
+    except NotRun as reason:
+        return Outcome.NOT_RUN, str(reason), {}
+    except NotApplicable as reason:
+        return Outcome.NOT_APPLICABLE, str(reason), {}
+    except ConformanceFailure as failure:
+        return Outcome.FAILED, str(failure), failure.details
+    except Mrv2Error as error:
+        return Outcome.FAILED, str(error), {}
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the adapter's code
+        return Outcome.FAILED, f"{describe(error)}, raised at {raised_at(error.__traceback__)}", {}
+
+
+def run_checks(
+    subject: Subject,
+    *,
+    levels: Iterable[Level] = tuple(Level),
+    suites: Iterable[str] | None = None,
+    on_result: Callable[[Result], None] | None = None,
+) -> Report:
+    """Run the suites on an adapter.
+
+    Args:
+        subject: the adapter.
+        levels: those wanted.
+        suites: those wanted; None: all.
+        on_result: called with each result; for progress.
+
+    Raises:
+        Mrv2Error: the adapter can't be found, or can't be imported at all.
+    """
+    results = []
+    for job in jobs(subject, levels, suites):
+        results.append(run_job(subject, job))
+        if on_result is not None:
+            on_result(results[-1])
+    return Report(
+        adapter=subject.entry.name,
+        version=subject.entry.version,
+        reference=_reference(subject),
+        results=tuple(results),
+    )
+
+
+def _reference(subject: Subject) -> str:
+    target = subject.target
+    return (
+        "none" if target.reference is None else getattr(target.reference, "__name__", type(target.reference).__name__)
+    )

@@ -1,0 +1,154 @@
+"""The suites as a test class: an adapter's author subclasses `AdapterConformance` and says which adapter.
+
+    from mrv2.testing import AdapterConformance, tiny_config, transformers_reference
+
+    class TestAcme(AdapterConformance):
+        adapter = "acme"
+        configs = {"acme": tiny_config("LlamaConfig")}
+        reference = transformers_reference()
+
+Each check is a test, run once for each config and level. The fields of `Target` are attributes; those left out come
+from the adapter's `mrv2_test_target`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from mrv2.errors import OverrideError, TargetError
+from mrv2.local import is_path
+from mrv2.testing.check import Job, call
+from mrv2.testing.results import Check, ConformanceFailure, Level
+from mrv2.testing.subject import Subject
+from mrv2.testing.suites import all_checks
+from mrv2.testing.target import Target, Tolerances
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MIN_REASON = 10
+"""Characters of a reason, at least."""
+
+
+def override(reason: str) -> Callable[[F], F]:
+    """Mark a test that stands in the place of a standard one. The summary shows the reason.
+
+    Args:
+        reason: why the standard test doesn't fit this adapter.
+
+    Raises:
+        OverrideError: it is no reason.
+    """
+    if not isinstance(reason, str) or len(reason.strip()) < MIN_REASON:
+        raise OverrideError(
+            f"{reason!r} is no reason",
+            where="mrv2.testing.override",
+            fix='@override("why the standard test can\'t hold")',
+        )
+
+    def mark(function: F) -> F:
+        function.__mrv2_override__ = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class AdapterConformance:
+    """Subclass it as `Test…`. See the module's text.
+
+    Attributes:
+        adapter: name of an installed adapter, or a path relative to the test's file.
+        config: the only config; or
+        configs: several by name.
+        levels: those to run here; others are shown as not run.
+    """
+
+    __mrv2_conformance__: ClassVar[bool] = True
+
+    adapter: ClassVar[str] = ""
+    config: ClassVar[Any] = None
+    configs: ClassVar[Mapping[str, Any]] = {}
+    # Annotated as Any: a function as a class attribute would be taken for a method.
+    reference: ClassVar[Any] = None
+    checkpoint: ClassVar[Any] = None
+    options: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    wrong_options: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    tolerances: ClassVar[Tolerances] = Tolerances()
+    levels: ClassVar[Sequence[str]] = tuple(Level)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _standard():
+            own = vars(cls).get(name, _standard()[name])
+            if name in vars(cls) and not getattr(own, "__mrv2_override__", ""):
+                what = "takes out" if own is None else "replaces"
+                raise OverrideError(
+                    f"{cls.__qualname__} {what} the standard test {name}, and gives no reason",
+                    where=f"{inspect.getsourcefile(cls) or cls.__module__}, {cls.__qualname__}.{name}",
+                    fix='put @mrv2.testing.override("why") above it, or give it another name',
+                )
+
+    _subject: ClassVar[Subject]
+
+    @classmethod
+    def mrv2_subject(cls) -> Subject:
+        """The adapter under test, made once per class.
+
+        Raises:
+            TargetError: the class names no adapter.
+        """
+        if "_subject" not in vars(cls):
+            cls._subject = cls._make_subject()
+        subject: Subject = cls._subject
+        return subject
+
+    @classmethod
+    def _make_subject(cls) -> Subject:
+        where = f"{cls.__module__}.{cls.__qualname__}"
+        if not cls.adapter:
+            raise TargetError(f"{where} names no adapter", where=where, fix='adapter = "its name, or a path"')
+        adapter = cls.adapter
+        if is_path(adapter):
+            adapter = str((Path(inspect.getfile(cls)).parent / adapter).resolve())
+        given = {f.name: _attribute(cls, f.name) for f in fields(Target)}
+        if cls.config is not None:
+            given["configs"] = {"config": cls.config}
+        return Subject(adapter, Target(**given))
+
+
+def _attribute(cls: type, name: str) -> Any:
+    """As written in the class: a function stays one."""
+    value = inspect.getattr_static(cls, name)
+    return value.__func__ if isinstance(value, staticmethod) else value
+
+
+@cache
+def _standard() -> dict[str, Any]:
+    return {f"test_{one.id}": _test_of(one) for one in all_checks()}
+
+
+def _test_of(one: Check) -> Callable[..., None]:
+    def test(self: AdapterConformance, mrv2_job: tuple[str, Level]) -> None:
+        import pytest
+
+        __tracebackhide__ = True
+        config, level = mrv2_job
+        try:
+            call(self.mrv2_subject(), Job(check=one, level=level, config=config))
+        except ConformanceFailure as failure:
+            pytest.fail(f"{one.title}\n{failure}\n{one.advice}", pytrace=False)
+
+    test.__name__ = f"test_{one.id}"
+    test.__qualname__ = f"AdapterConformance.{test.__name__}"
+    test.__doc__ = one.function.__doc__
+    test.__module__ = __name__
+    test.__mrv2_test__ = one  # type: ignore[attr-defined]
+    return test
+
+
+for _name, _test in _standard().items():
+    setattr(AdapterConformance, _name, _test)

@@ -1,0 +1,221 @@
+"""Runs inside a real vLLM, each in a process of its own, compared with the reference or with the native host.
+
+The same module is what runs in the child: `python -m mrv2.testing.vllm_runs JOB`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mrv2.errors import Mrv2Error, UnsupportedError
+from mrv2.local import is_path
+from mrv2.testing.compare import Pair, describe, require_close
+from mrv2.testing.results import ConformanceFailure, NotApplicable, NotRun
+
+if TYPE_CHECKING:
+    from mrv2.testing.subject import Case
+
+TIMEOUT_S = 900.0
+ERROR_MARK = "mrv2-run-error:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRun:
+    """One engine and what it generates.
+
+    Args:
+        lens: of prompts.
+        n: tokens of each.
+        repeat: how often the batch is run in the same engine.
+        settings: of vLLM's `LLM`.
+    """
+
+    lens: tuple[int, ...]
+    n: int = 10
+    repeat: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_in_vllm(case: Case, run: VllmRun) -> None:
+    """Generate in a child process and compare tokens and log-probabilities.
+
+    Raises:
+        NotRun: vLLM isn't installed.
+        NotApplicable: nothing is declared for it.
+        ConformanceFailure: something differs, or vLLM ended with an error.
+    """
+    manifest = case.subject.adapter.manifest
+    if not any(s.on("vllm") for s in manifest.capabilities.values()):
+        raise NotApplicable("nothing is declared for vLLM")
+    if importlib.util.find_spec("vllm") is None:
+        raise NotRun("vLLM isn't installed")
+    ranks = max(int(run.settings.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        raise NotRun(f"there are fewer than {ranks} GPUs")
+    longest = (case.model_config.max_model_len or 256) - run.n - 1
+    prompts = case.prompts([min(length, longest) for length in run.lens], seed=32)
+    options = [dict(case.option(i)) for i in range(len(prompts))]
+    found = _in_child(case, run, prompts, options)
+    causes = [
+        "a kernel or an input relies on something that only the native host does: see the suites above for both",
+        "a window, a state or a scale is left to vLLM's own default",
+        "the layer's name isn't the attribute path: vLLM finds caches by it",
+    ]
+    for turn, results in enumerate(found):
+        pairs = []
+        compared = f"generation inside vLLM (turn {turn + 1}, {dict(run.settings)}) with {_name(case)}"
+        for i, (prompt, (tokens, logprobs)) in enumerate(zip(prompts, results, strict=True)):
+            want = _want(case, [*prompt, *tokens[:-1]], options[i])[len(prompt) - 1 :]
+            name, best = describe(i, prompt, options[i]), want.max(1).values
+            behind = best - want.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            if bool((behind > 10 * case.tolerance).any()):
+                at = int((behind > 10 * case.tolerance).nonzero()[0, 0])
+                raise ConformanceFailure(
+                    compared,
+                    f"{name}, position {len(prompt) + at}: token {tokens[at]}, expected {int(want[at].argmax())}",
+                    causes,
+                )
+            pairs.append(Pair(request=name, got=torch.tensor(logprobs), want=best, start=len(prompt)))
+        require_close(pairs, compared=compared, tolerance=10 * case.tolerance, causes=causes)
+
+
+def _name(case: Case) -> str:
+    return f"the reference ({case.answer.name})" if case.answer is not None else "the native host"
+
+
+def _want(case: Case, ids: list[int], options: Mapping[str, Any]) -> torch.Tensor:
+    from mrv2.testing.bench import CONTEXT, run_alone
+
+    found = case.answer.logprobs(ids, options) if case.answer is not None else None
+    if found is not None:
+        return found
+    if len(ids) > CONTEXT:
+        raise NotRun(f"there is no answer for sequences of more than {CONTEXT} tokens")
+    return run_alone(case.loaded, ids, options, device=case.device)
+
+
+def _in_child(case: Case, run: VllmRun, prompts: list[list[int]], options: list[dict[str, Any]]) -> Any:
+    with tempfile.TemporaryDirectory(prefix="mrv2-vllm-") as folder:
+        out = Path(folder) / "out.json"
+        job = {
+            "model": str(case.folder),
+            "architecture": case.model_config.architecture,
+            "prompts": prompts,
+            "options": options,
+            "n": run.n,
+            "repeat": run.repeat,
+            "settings": dict(run.settings),
+            "out": str(out),
+        }
+        local = [a for a in case.subject.adapters if is_path(a)]
+        env = os.environ | _environment(folder, local)
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "mrv2.testing.vllm_runs", str(Path(folder) / "job.json")],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                env=env,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotRun(f"vLLM gave no answer within {TIMEOUT_S:g} s") from error
+        if not out.exists():
+            said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+            ours = [line.partition(ERROR_MARK)[2] for line in said if ERROR_MARK in line]
+            raise ConformanceFailure(
+                f"a run inside vLLM with settings {dict(run.settings)}",
+                f"it ended with exit code {done.returncode}: {(ours or said)[-1]}",
+                ["see the message; `mrv2 doctor NAME --vllm` looks at the adapter alone"],
+            )
+        return json.loads(out.read_text())
+
+
+def _environment(folder: str, local: list[str]) -> dict[str, str]:
+    """What vLLM reads when it is imported. On a CPU its Triton kernels are interpreted."""
+    env = {
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": folder,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if local:
+        env["MRV2_LOCAL_ADAPTERS"] = os.pathsep.join(local)
+    if not torch.cuda.is_available():
+        env |= {"TRITON_INTERPRET": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return env
+
+
+# -- in the child ----------------------------------------------------------------------------------------------
+
+DEFAULTS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def _run(job: Mapping[str, Any]) -> list[list[tuple[list[int], list[float]]]]:
+    from vllm import LLM, ModelRegistry, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    from mrv2.bridge.names import PREFIX
+
+    many = max(job["settings"].get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if many else "0"
+    LLM  # noqa: B018 - importing it has loaded the plug-ins
+    ours = job["architecture"]
+    model = ModelRegistry.models.get(ours)
+    if getattr(model, "module_name", "").partition("_")[0] != "mrv2":
+        ours = PREFIX + ours  # vLLM has a class of that name
+    settings = {**DEFAULTS, "hf_overrides": {"architectures": [ours]}, **job["settings"]}
+    llm = LLM(model=job["model"], **settings)
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=job["n"], ignore_eos=True, detokenize=False, logprobs=0, extra_args=option or None
+        )
+        for option in job["options"]
+    ]
+    results = []
+    for _ in range(job["repeat"]):
+        outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in job["prompts"]], params, use_tqdm=False)
+        turn = []
+        for out in outs:
+            tokens = list(out.outputs[0].token_ids)
+            turn.append((tokens, [step[t].logprob for step, t in zip(out.outputs[0].logprobs, tokens, strict=True)]))
+        results.append(turn)
+    return results
+
+
+def main() -> None:
+    """Run one job and leave without waiting for vLLM's threads."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    try:
+        Path(job["out"]).write_text(json.dumps(_run(job)))
+    except (Mrv2Error, UnsupportedError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        print(f"{ERROR_MARK}{text[:2000]}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
