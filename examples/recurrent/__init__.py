@@ -24,3 +24,11 @@ def mrv2_model(ctx: mrv2.AdapterContext) -> type:
     from recurrent.model import TidalForCausalLM
 
     return TidalForCausalLM
+
+
+@mrv2.hookimpl
+def mrv2_test_target(ctx: mrv2.AdapterContext) -> object:
+    """For `mrv2 check examples/recurrent`."""
+    from recurrent.testing import target
+
+    return target()

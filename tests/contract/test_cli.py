@@ -78,7 +78,7 @@ def test_error_codes_are_unique_and_documented():
     classes = list(all_error_classes())
     assert len({c.code for c in classes}) == len(classes)
     for cls in classes:
-        assert re.fullmatch(r"MRV2-[1-6]\d\d", cls.code)
+        assert re.fullmatch(r"MRV2-[1-7]\d\d", cls.code)
         assert cls.__doc__
         assert cls.title != Mrv2Error.title
         assert cls.exit_code in (1, 2)

@@ -37,6 +37,7 @@ TIERS = {
     "bridge": 5,
     "testing": 6,
     "scaffold": 6,
+    "templates": 6,
     "cli": 7,
     "__main__": 7,
 }

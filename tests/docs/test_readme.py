@@ -121,9 +121,14 @@ def test_the_readme_shows_what_list_prints():
     done = subprocess.run(
         [sys.executable, "-m", "mrv2", "list"], capture_output=True, text=True, timeout=60, check=True
     )
-    shown = block("console", "$ mrv2 list")
+    shown = [plain(line) for line in block("console", "$ mrv2 list").splitlines()]
     for line in done.stdout.splitlines():
-        assert line in shown
+        assert plain(line) in shown
+
+
+def plain(line):
+    """Without what depends on where the adapters were last checked, and when."""
+    return re.sub(r" +", " ", re.sub(r" (L[0-3]( L[0-3])*|stale|-) +(?=ok$)", " ", line))
 
 
 def test_ci_runs_the_readmes_test_command():

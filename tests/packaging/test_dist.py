@@ -45,10 +45,12 @@ def test_wheels_carry_code_data_and_licence(dist):
     names = set(zipfile.ZipFile(wheels["mrv2"]).namelist())
     assert {"mrv2/py.typed", "mrv2/catalog.json", "mrv2/loader/bundled.json", "mrv2/cli/app.py"} <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert "mrv2/_templates/report.html.jinja" in names
     assert not [n for n in names if n.startswith(("tests/", "adapters/", "core/"))]
     for name in ADAPTERS:
         files = set(zipfile.ZipFile(wheels[f"mrv2_adapter_{name}"]).namelist())
-        assert {f"mrv2_adapter_{name}/{f}" for f in ("adapter.toml", "py.typed", "model.py")} <= files
+        carried = ("adapter.toml", "py.typed", "model.py", "testing.py", "conformance.json")
+        assert {f"mrv2_adapter_{name}/{f}" for f in carried} <= files
 
 
 def test_index_lists_every_wheel(dist):

@@ -74,6 +74,12 @@ COMMANDS: Mapping[str, Command] = {
         ("mrv2 doctor", "mrv2 doctor acme --vllm --json"),
         wrong="an adapter or the environment is broken",
     ),
+    "check": Command(
+        "mrv2.cli.check:command",
+        "Prove an adapter: run the conformance suites on its small configs, at every level that this machine has.",
+        ("mrv2 check acme --html report.html", "mrv2 check ./acme --require L2 --junit junit.xml --record"),
+        wrong="a check failed, or a required level didn't run",
+    ),
     "generate": Command(
         "mrv2.cli.generate:command",
         "Generate text with a model on this machine.",

@@ -37,7 +37,7 @@ def command(json: Json = False, adapter: Adapters = None) -> None:
         print("no adapters are installed; `mrv2 catalog` lists known ones")
         return
     rows = [_row(e) for e in entries]
-    print_table(("adapter", "distribution", "version", "api", "architectures", "state"), rows)
+    print_table(("adapter", "distribution", "version", "api", "architectures", "checked", "state"), rows)
 
 
 def describe(entry: AdapterEntry) -> dict[str, Any]:
@@ -58,11 +58,26 @@ def describe(entry: AdapterEntry) -> dict[str, Any]:
         "capabilities": {str(c): str(s) for c, s in manifest.capabilities.items()} if manifest else {},
         "owner": manifest.owner if manifest else None,
         "docs": manifest.docs if manifest else None,
+        "conformance": _conformance(entry),
         "error": entry.error.to_dict() if entry.error else None,
     }
 
 
+def _conformance(entry: AdapterEntry) -> dict[str, Any] | None:
+    """What `conformance.json` says, and whether it still holds."""
+    from mrv2.errors import RecordError
+    from mrv2.testing.record import read_record, stale
+
+    try:
+        record = read_record(entry) if entry.manifest_path else None
+        return None if record is None else {"levels": record["levels"], "stale": stale(entry, record) or None}
+    except RecordError as error:
+        return {"levels": {}, "stale": error.what}
+
+
 def _row(entry: AdapterEntry) -> tuple[str, ...]:
+    from mrv2.testing.record import standing
+
     state = "ok" if entry.error is None else f"{entry.error.code} {entry.error.title}"
     return (
         entry.name,
@@ -70,5 +85,6 @@ def _row(entry: AdapterEntry) -> tuple[str, ...]:
         entry.version,
         entry.manifest.sdk_api if entry.manifest else "?",
         ", ".join(entry.architectures) or "?",
+        (standing(entry) if entry.manifest_path else "") or "-",
         state,
     )

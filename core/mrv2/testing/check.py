@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,9 @@ class Report:
         """In the order of the suites: the first explains the others."""
         return tuple(r for r in self.results if r.outcome is Outcome.FAILED)
 
-    def passes(self, require: Level) -> bool:
-        """Nothing failed, and every level up to `require` ran and passed."""
-        return not self.failures and all(s.passed for s in self.levels if s.level <= require)
+    def passes(self, levels: Collection[Level]) -> bool:
+        """Nothing failed, and each of `levels` ran and passed in full."""
+        return not self.failures and all(s.passed for s in self.levels if s.level in levels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,22 @@ def _number(x: float) -> str:
     return "NaN" if x == float("inf") else f"{x:.3g}"
 
 
+def greedy_pair(request: str, want: Tensor, tokens: Sequence[int], logprobs: Sequence[float], *, start: int) -> Pair:
+    """Generated tokens and their log-probabilities beside what they should be: each token the likeliest, ties aside,
+    and its log-probability that of the likeliest.
+
+    Args:
+        request: its name.
+        want: [n, vocab] log-probabilities after the prompt and after each token but the last, of the same tokens.
+        tokens: n.
+        logprobs: of them.
+        start: position of the first token.
+    """
+    best, chosen = want.max(1).values, want.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    got = torch.stack((torch.tensor(logprobs), chosen), 1)
+    return Pair(request=request, got=got, want=torch.stack((best, best), 1), start=start)
+
+
 def right_alone(case: Case, ids: Sequence[int]) -> bool:
     """Whether the model agrees with the reference about a prompt, whole, alone and without options, as far as there is
     a reference: if not, a later comparison would blame the wrong thing.

@@ -1,11 +1,14 @@
 """The suites as a test class: an adapter's author subclasses `AdapterConformance` and says which adapter.
 
-    from mrv2.testing import AdapterConformance, tiny_config, transformers_reference
+    from mrv2.testing import AdapterConformance, tiny_config
+    from acme.config import AcmeConfig
+    from acme.reference import Reference, make_checkpoint
 
     class TestAcme(AdapterConformance):
         adapter = "acme"
-        configs = {"acme": tiny_config("LlamaConfig")}
-        reference = transformers_reference()
+        config = tiny_config(AcmeConfig)
+        checkpoint = make_checkpoint
+        reference = Reference
 
 Each check is a test, run once for each config and level. The fields of `Target` are attributes; those left out come
 from the adapter's `mrv2_test_target`.

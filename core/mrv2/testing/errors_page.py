@@ -18,6 +18,7 @@ _GROUPS = {
     "4": "Requests and the runner",
     "5": "Command line and files",
     "6": "Inside vLLM",
+    "7": "Conformance kit",
 }
 
 _HEAD = """# Errors

@@ -24,6 +24,11 @@ class Level(StrEnum):
         return {"L0": "static", "L1": "CPU", "L2": "GPU", "L3": "vLLM"}[self.value]
 
 
+def up_to(level: Level | str) -> tuple[Level, ...]:
+    """All levels up to this one."""
+    return tuple(one for one in Level if one <= level)
+
+
 class Outcome(StrEnum):
     """What came of one check."""
 

@@ -37,6 +37,8 @@ CLASSES = (
     "mrv2.model_state.graphs:CaptureContext",
     "mrv2.model_state.parts:InputPart",
     "mrv2.registry:Registry",
+    "mrv2.state.columns:MirroredColumn",
+    "mrv2.testing.conformance:AdapterConformance",
 )
 """Classes whose methods adapters call, inherit or override."""
 
@@ -57,13 +59,30 @@ DATACLASSES = (
     "mrv2.state.view:Limits",
     "mrv2.state.view:StepView",
     "mrv2.state.view:TableView",
+    "mrv2.testing.target:Target",
+    "mrv2.testing.target:Tolerances",
 )
 """Data whose fields adapters read or fill in."""
 
 
-FUNCTIONS = tuple(
-    f"mrv2.layers:{name}"
-    for name in ("fresh", "load_state", "read_tokens", "rope_parameters", "steps", "store_state", "write_tokens")
+FUNCTIONS = (
+    *(
+        f"mrv2.layers:{name}"
+        for name in ("fresh", "load_state", "read_tokens", "rope_parameters", "steps", "store_state", "write_tokens")
+    ),
+    *(
+        f"mrv2.testing:{name}"
+        for name in (
+            "check_frozen",
+            "check_kernel",
+            "interpret_kernels",
+            "override",
+            "recorded_reference",
+            "run_checks",
+            "tiny_config",
+            "transformers_reference",
+        )
+    ),
 )
 """Functions that adapters call."""
 

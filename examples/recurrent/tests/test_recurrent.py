@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from mrv2 import LLM, SamplingParams
 from mrv2.errors import RecurrentFlagError, UnsupportedError
 from mrv2.layers import native
-from mrv2.loader.source import SafetensorsSource
-from mrv2.testing.ragged import RaggedBatch, build_native
 
 TOLERANCE = 1e-4
 BLOCK = 4
@@ -42,11 +40,6 @@ RAGGED = prompts_of([5, 1, 23, 38, 12, 16, 30])
 # -- it computes what the reference computes ---------------------------------------------------------------
 
 
-def test_alone(any_sample):
-    for prompt in RAGGED[:4]:
-        assert any_sample.worst(any_sample.run(any_sample.engine(), [prompt])) < TOLERANCE
-
-
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("limits", [{}, {"max_chunk": 7}, {"max_chunk": 16}, {"max_num_tokens": 6}], ids=str)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3], ids=["sync", "depth1", "depth2", "depth3"])
@@ -55,19 +48,6 @@ def test_batched_and_chunked_on_reused_rows(any_sample, limits, depth, prefix_ca
     parts = any_sample.engine(prefix_caching=prefix_caching, **limits, **runner)
     results = any_sample.run(parts, RAGGED, depth=depth or 1)
     assert any_sample.worst(results) < TOLERANCE
-
-
-@pytest.mark.parametrize("chunks", [None, [7], [16], [1, 5, 2]], ids=str)
-@pytest.mark.parametrize("padding", [0, 3])
-def test_any_batch_of_the_bare_model(sample, chunks, padding):
-    one = sample("hybrid")
-    source = SafetensorsSource(one.folder)
-    tensors = [(name, source.read(name)) for name in source.names()]
-    model, layers = build_native(type(one.loaded.module), one.loaded.config.hf_config, tensors)
-    logits = RaggedBatch(model, layers).logits(RAGGED, chunks=chunks, padding=padding)
-    for prompt, got in zip(RAGGED, logits, strict=True):
-        want = one.logprobs(tuple(prompt))
-        torch.testing.assert_close(got.log_softmax(-1), want, atol=TOLERANCE, rtol=0)
 
 
 def test_a_float32_state_beside_bfloat16_tensors(sample):

@@ -16,3 +16,11 @@ def mrv2_model(ctx: mrv2.AdapterContext) -> type:
         "MixtralForCausalLM": model.MixtralForCausalLM,
     }
     return classes[ctx.architecture]
+
+
+@mrv2.hookimpl
+def mrv2_test_target(ctx: mrv2.AdapterContext) -> object:
+    """For `mrv2 check llama`."""
+    from mrv2_adapter_llama.testing import target
+
+    return target()

@@ -16,3 +16,11 @@ def mrv2_model(ctx: mrv2.AdapterContext) -> type:
         "Qwen3MoeForCausalLM": model.Qwen3MoeForCausalLM,
     }
     return classes[ctx.architecture]
+
+
+@mrv2.hookimpl
+def mrv2_test_target(ctx: mrv2.AdapterContext) -> object:
+    """For `mrv2 check qwen`."""
+    from mrv2_adapter_qwen.testing import target
+
+    return target()

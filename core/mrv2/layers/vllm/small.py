@@ -89,9 +89,12 @@ class Rotary(nn.Module):
         self._embedding = (embedding,)
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
-        """Rotated (q, k), each [num_tokens, heads, head_dim]. vLLM rotates in place, hence the copies."""
-        rotated: tuple[Tensor, Tensor] = self._embedding[0](positions, q.clone(), k.clone())
-        return rotated
+        """Rotated (q, k), each [num_tokens, heads, head_dim]. vLLM rotates in place, hence the copies; a CPU takes
+        the last axis for all heads, hence the flat shape.
+        """
+        flat = (x.flatten(1).clone() for x in (q, k))
+        rotated_q, rotated_k = self._embedding[0](positions, *flat)
+        return rotated_q.view(q.shape), rotated_k.view(k.shape)
 
 
 class ReluAndMul(nn.Module):

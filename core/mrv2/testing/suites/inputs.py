@@ -103,7 +103,7 @@ def padding_is_neutral(case: Case) -> None:
             at = int(wrong.nonzero()[0, 0])
             raise ConformanceFailure(
                 "padding of real inputs with what fill_dummy puts there",
-                f"tensor {key}, padding {at}: {value[start + at].tolist()}, neutral is {dummy[key][start + at].tolist()}",
+                f"tensor {key}, padding {at}: {value[start + at]}, neutral is {dummy[key][start + at]}",
                 [
                     "a negative row or position was used as an index: clamp it, and deselect with torch.where",
                     "fill writes the real tokens only, and leaves what an earlier step put behind them",

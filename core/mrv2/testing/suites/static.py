@@ -58,10 +58,11 @@ def imports(subject: Subject) -> None:
 
 
 def source_files(subject: Subject) -> list[Path]:
-    """The adapter's own Python files."""
+    """The adapter's own Python files, its tests left out."""
     entry = subject.entry
     path = Path(entry.manifest_path or entry.source)
-    return [path] if path.suffix == ".py" else sorted(path.parent.rglob("*.py"))
+    files = [path] if path.suffix == ".py" else sorted(path.parent.rglob("*.py"))
+    return [f for f in files if "tests" not in f.relative_to(path.parent).parts]
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,7 @@
+"""The conformance kit, on a small model of each architecture."""
+
+from mrv2.testing import AdapterConformance
+
+
+class TestQwen(AdapterConformance):
+    adapter = "qwen"

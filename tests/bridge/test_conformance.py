@@ -1,0 +1,41 @@
+"""The conformance kit's level L3: the clean sample passes it, and an adapter that suits one host only does not."""
+
+from pathlib import Path
+
+import pytest
+
+from mrv2.testing import Level, Outcome, Subject
+from mrv2.testing.check import jobs, run_job
+
+pytestmark = pytest.mark.timeout(900)
+
+HERON = Path(__file__).parents[1] / "testing" / "mutants" / "heron"
+
+
+def run(subject, name):
+    (job,) = [j for j in jobs(subject, [Level.VLLM], ["host-parity"]) if j.check.name == name]
+    return run_job(subject, job)
+
+
+@pytest.mark.parametrize("name", ["in_vllm", pytest.param("in_vllm_in_two_stages", marks=pytest.mark.slow)])
+def test_the_clean_sample_passes_inside_vllm(name):
+    result = run(Subject(str(HERON)), name)
+    assert result.outcome is Outcome.PASSED, result.message
+
+
+def test_what_vllm_refuses_is_reported_with_our_message(tmp_path):
+    import shutil
+
+    folder = tmp_path / "heron_unwindowed"
+    shutil.copytree(HERON, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    toml = folder / "adapter.toml"
+    toml.write_text(toml.read_text().replace('sliding_window = "both"', 'sliding_window = "native"'))
+    result = run(Subject(str(folder)), "in_vllm")
+    assert result.outcome is Outcome.FAILED
+    assert "sliding_window" in result.message
+    assert "MRV2-403" in result.message
+
+
+def test_what_isnt_declared_for_vllm_doesnt_apply():
+    result = run(Subject(str(HERON)), "in_vllm_on_two_ranks")
+    assert result.outcome is Outcome.NOT_APPLICABLE

@@ -1,0 +1,346 @@
+"""The kit itself: classes, overrides, levels, references, and what a run is reported as."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from mrv2.errors import OverrideError, RecordError, TargetError
+from mrv2.testing import (
+    AdapterConformance,
+    Level,
+    Outcome,
+    Result,
+    Subject,
+    Target,
+    override,
+    recorded_reference,
+    run_checks,
+    tiny_config,
+)
+from mrv2.testing.check import Report
+from mrv2.testing.record import read_record, record_path, stale, standing, write_record
+from mrv2.testing.reports import picture, to_dict, to_html, to_junit
+from mrv2.testing.results import summarize, up_to
+from mrv2.testing.suites import all_checks
+
+HERON = Path(__file__).parent / "mutants" / "heron"
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def heron(tmp_path):
+    """heron(name, **changes of files) -> a copy of the sample."""
+
+    def make(name, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in HERON.iterdir():
+            if file.is_file():
+                text = file.read_text()
+                for old, new in changes.get(file.stem.strip("_"), ()):
+                    assert old in text
+                    text = text.replace(old, new)
+                (folder / file.name).write_text(text)
+        return folder
+
+    return make
+
+
+# -- the class ---------------------------------------------------------------------------------------------------
+
+CLASS = """
+from mrv2.testing import AdapterConformance
+
+class TestHeron(AdapterConformance):
+    adapter = {path!r}
+"""
+PYTEST = ("--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-p", "mrv2.testing.plugin")
+OPTIONS = (*PYTEST, "-k", "static or logits or vllm")
+
+
+def test_a_class_of_two_lines_runs_every_check(pytester):
+    pytester.makepyfile(test_heron=CLASS.format(path=str(HERON)))
+    done = pytester.runpytest_subprocess(*OPTIONS)
+    text = done.stdout.str()
+    assert done.ret == 0, text
+    assert "TestHeron" in text
+    assert "L0 static  passed      4 passed" in text
+    assert "L1 CPU     passed      1 passed" in text
+    if not torch.cuda.is_available():
+        assert "L2 GPU     not run     1 not run (there is no GPU here)" in text
+
+
+def test_a_required_level_that_is_not_run_fails(pytester):
+    pytester.makepyfile(test_heron=CLASS.format(path=str(HERON)))
+    for level, code in (("L1", 0), ("L2", 1)):
+        levels = ("--mrv2-levels", "L0,L1")
+        done = pytester.runpytest_subprocess(*OPTIONS, *levels, "--mrv2-require", level)
+        assert done.ret == code
+        assert "L2 GPU     not run     1 not run (level L2 isn't asked for)" in done.stdout.str()
+
+
+def test_an_override_needs_a_reason(pytester):
+    source = CLASS.format(path=str(HERON)) + "    def test_sampling_logits(self):\n        pass\n"
+    pytester.makepyfile(test_heron=source)
+    done = pytester.runpytest_subprocess(*OPTIONS)
+    assert done.ret == 2  # nothing is collected
+    assert "MRV2-702" in done.stdout.str()
+    assert "TestHeron replaces the standard test test_sampling_logits" in done.stdout.str()
+
+
+def test_an_override_with_a_reason_is_shown_and_not_counted_as_passed(pytester):
+    source = CLASS.format(path=str(HERON)).replace("import AdapterConformance", "import AdapterConformance, override")
+    source += "    @override('the head is padded to 64')\n    def test_sampling_logits(self):\n        pass\n"
+    pytester.makepyfile(test_heron=source)
+    done = pytester.runpytest_subprocess(*OPTIONS)
+    assert done.ret == 0, done.stdout.str()
+    assert "1 overridden" in done.stdout.str()
+    assert "overridden: test_sampling_logits: the head is padded to 64" in done.stdout.str()
+
+
+def test_tests_may_not_be_taken_out_either():
+    with pytest.raises(OverrideError, match="takes out the standard test test_weights_loads"):
+        type("TestNone", (AdapterConformance,), {"test_weights_loads": None})
+    with pytest.raises(OverrideError, match="is no reason"):
+        override("no")
+
+
+def test_a_failure_reads_as_a_finding(pytester, heron):
+    folder = heron("heron_scaled", model=[("scale=c.query_scale", "scale=c.head_dim**-0.5")])
+    pytester.makepyfile(test_heron=CLASS.format(path=str(folder)))
+    done = pytester.runpytest_subprocess(*PYTEST, "-k", "attention_answer")
+    text = done.stdout.str()
+    assert done.ret == 1
+    assert "compared: whole prompts, alone, with the reference (Reference)" in text
+    assert "first difference: request 1 (5 tokens), position 1: log-probabilities differ by" in text
+    assert "1. the scale of scores, or a soft cap" in text
+    assert "Traceback" not in text
+
+
+def test_the_plugin_imports_no_torch(tmp_path):
+    (tmp_path / "test_other.py").write_text("def test_it(): pass\n")
+    code = (
+        f"import sys, pytest; assert pytest.main({[*PYTEST, str(tmp_path)]!r}) == 0;"
+        "assert 'mrv2.testing.plugin' in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
+
+
+# -- targets and references ----------------------------------------------------------------------------------------
+
+
+def test_without_a_config_nothing_passes_but_what_is_static(heron):
+    folder = heron("heron_bare", init=[("    return target()", "    return None")])
+    report = run_checks(Subject(str(folder)), suites=["static", "weights"])
+    assert [s.state for s in report.levels][:2] == ["incomplete", "not run"]
+    assert not report.passes([Level.STATIC])
+    assert {r.message for r in report.results if r.level is Level.CPU} == {
+        "there is no config to test with (mrv2_test_target)"
+    }
+
+
+def test_without_a_reference_invariances_carry_the_proof(heron):
+    folder = heron("heron_alone", reference=[("reference=Reference,", "reference=None,")])
+    report = run_checks(Subject(str(folder)), levels=[Level.CPU], suites=["weights", "attention"])
+    assert not report.failures
+    level = report.levels[1]
+    assert level.passed
+    assert "without a reference: invariances carry the proof" in str(level)
+    assert report.reference == "none"
+
+
+def test_a_recorded_reference(tmp_path, heron):
+    from safetensors.torch import save_file
+
+    subject = Subject(str(HERON))
+    case = subject.case("heron", Level.CPU)
+    ids = case.prompts((40,), seed=1)[0]
+    logprobs = case.answer.logprobs(ids, {})
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    save_file({"a.input_ids": torch.tensor(ids), "a.logits": logprobs}, good)
+    save_file(
+        {"a.input_ids": torch.tensor(ids), "a.logits": logprobs + torch.arange(40)[:, None] * 0.001 * logprobs}, bad
+    )
+    for file, failing in ((good, set()), (bad, {"attention", "end-to-end"})):
+        target = Target(reference=recorded_reference(file), checkpoint=case.folder, configs={})
+        one = Subject(str(heron(f"heron_{file.stem}", reference=[('configs={"heron": HeronConfig()},', "")])), target)
+        report = run_checks(one, levels=[Level.CPU], suites=["attention", "end-to-end"])
+        assert {r.suite for r in report.failures} == failing, report.failures
+        assert report.reference == "recorded"
+
+
+@pytest.mark.parametrize("content", [None, b"no such thing", {"a.input_ids": [1, 2]}])
+def test_recordings_that_are_none(tmp_path, content):
+    import numpy as np
+
+    file = tmp_path / "dump.npz"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        np.savez(file, **{k: np.array(v) for k, v in content.items()})
+    with pytest.raises(TargetError):
+        recorded_reference(file)(tmp_path)
+
+
+class PrivateConfig(PretrainedConfig):
+    model_type = "private"
+
+    def __init__(self, hidden_size=8, depth=1, **kwargs):
+        self.hidden_size, self.depth = hidden_size, depth
+        super().__init__(**kwargs)
+
+
+def test_tiny_configs():
+    config = tiny_config("Qwen3Config", num_hidden_layers=3)
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (64, 3, 32)
+    assert tiny_config(PrivateConfig, depth=4).depth == 4
+
+
+def test_a_config_that_serves_too_little(heron):
+    folder = heron("heron_short", reference=[("HeronConfig()}", "HeronConfig(max_position_embeddings=32)}")])
+    report = run_checks(Subject(str(folder)), levels=[Level.STATIC])
+    assert "serves 32 tokens; the suites need 64" in report.failures[0].message
+
+
+# -- reports -------------------------------------------------------------------------------------------------------
+
+
+def result(level=Level.CPU, outcome=Outcome.PASSED, message="", **details):
+    return Result(
+        check="a_check", suite="attention", title="What <is> checked", level=level, config="tiny", outcome=outcome,
+        message=message, details=details,
+    )  # fmt: skip
+
+
+LAYERS = {"layers": ["layers.0", "layers.1"], "errors": [1e-6, float("nan")], "bound": 1e-3, "against": "the reference"}
+REPORT = Report(
+    adapter="heron",
+    version="1.0",
+    reference="none",
+    results=(
+        result(Level.STATIC),
+        result(outcome=Outcome.FAILED, message="compared: a & b\x00", **LAYERS),
+        result(),
+        result(outcome=Outcome.NOT_APPLICABLE, message="there is nothing"),
+        result(Level.GPU, Outcome.NOT_RUN, "there is no GPU here"),
+    ),
+)
+
+
+def test_levels_are_summed_up():
+    states = {s.level: s.state for s in REPORT.levels}
+    assert states == {"L0": "passed", "L1": "failed", "L2": "not run", "L3": "not run"}
+    part = summarize([result(Level.GPU), result(Level.GPU, Outcome.NOT_RUN, "no second GPU")])
+    assert str(part[2]) == "L2 GPU     incomplete  1 passed, 1 not run (no second GPU)"
+    assert not REPORT.passes(up_to("L0"))
+
+
+def test_reports_in_every_form():
+    data = json.loads(json.dumps(to_dict(REPORT)))
+    assert data["levels"]["L2"]["state"] == "not run"
+    suites = ElementTree.fromstring(to_junit(REPORT))
+    assert [(s.get("tests"), s.get("failures"), s.get("skipped")) for s in suites] == [
+        ("1", "0", "0"), ("3", "1", "1"), ("1", "0", "1"), ("0", "0", "0"),
+    ]  # fmt: skip
+    html = to_html(REPORT)
+    assert "What &lt;is&gt; checked" in html
+    assert html.count("<svg") == 1
+    assert not any(word in html for word in ("http://", "https://", "<script", "src="))
+    drawn = ElementTree.fromstring(picture(LAYERS["layers"], LAYERS["errors"], 1e-3))
+    assert [c.get("class") for c in drawn.iter("circle")] == ["good", "bad"]
+
+
+def test_every_check_says_what_it_checks():
+    checks = all_checks()
+    assert len({c.id for c in checks}) == len(checks)
+    for one in checks:
+        assert one.title, one.id
+        assert one.function.__doc__.split("\n")[0].endswith("."), one.id
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_holds_until_a_file_changes(heron):
+    folder = heron("heron_recorded")
+    entry = Subject(str(folder)).entry
+    assert standing(entry) == ""
+    passed = Report(adapter="heron", version="1", reference="none", results=(result(Level.STATIC), result()))
+    path = write_record(entry, passed)
+    assert path == folder / "conformance.json"
+    assert standing(entry) == "L0 L1"
+    gpu = Report(adapter="heron", version="1", reference="none", results=(result(Level.GPU),))
+    write_record(entry, gpu)  # on another machine
+    assert standing(entry) == "L0 L1 L2"
+    record = read_record(entry)
+    assert set(record["files"]) == {f.name for f in HERON.iterdir() if f.is_file()}
+    assert record["levels"]["L1"]["environment"]["torch"] == torch.__version__
+    (folder / "model.py").write_text("# changed\n")
+    assert standing(entry) == "stale"
+    assert stale(entry, record) == "files of the package have changed since"
+    write_record(entry, gpu)  # what was stale isn't kept
+    assert standing(entry) == "L2"
+    path.write_text("{")
+    assert standing(entry) == "damaged"
+    with pytest.raises(RecordError, match="something failed"):
+        write_record(entry, REPORT)
+    assert record_path(entry) == path
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def mrv2(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "mrv2", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_check_passes_the_sample_and_records(heron, tmp_path):
+    folder = heron("heron_command")
+    html, junit = tmp_path / "r.html", tmp_path / "r.xml"
+    done = mrv2("check", folder, "--level", "L0", "--level", "L1", "--html", html, "--junit", junit, "--record")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "L1 CPU     passed" in done.stdout
+    assert "recorded in" in done.stdout
+    assert "<svg" in html.read_text()
+    assert ElementTree.parse(junit).getroot().tag == "testsuites"
+    listed = json.loads(mrv2("list", "--json", "--adapter", folder).stdout)["adapters"]
+    (about,) = [a for a in listed if a["name"] == "heron"]
+    assert sorted(about["conformance"]["levels"]) == ["L0", "L1"]
+    assert about["conformance"]["stale"] is None
+    (folder / "state.py").write_text((folder / "state.py").read_text() + "\n")
+    assert " stale " in mrv2("list", "--adapter", folder).stdout
+
+
+def test_check_fails_by_name_and_asks_for_levels(heron):
+    folder = heron("heron_failing", model=[("[bool] = True", "[bool] = False")])
+    done = mrv2("check", folder, "--suite", "static", "--suite", "sampling")
+    assert done.returncode == 1
+    assert "set recurrent = True" in done.stdout
+    assert "the model can't be loaded" in done.stdout
+    done = mrv2("check", HERON, "--suite", "static", "--require", "L2", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["passes"] is False
+    for wrong in (["--require", "L9"], ["--suite", "nothing"], ["--suite", "static", "--record"]):
+        done = mrv2("check", HERON, *wrong)
+        assert done.returncode == 2
+        assert "MRV2-500" in done.stderr
+
+
+def test_a_project_folder_and_a_single_file(heron, tmp_path):
+    (tmp_path / "src").mkdir()
+    heron("src/heron_project")
+    (tmp_path / "pyproject.toml").write_text('[project.entry-points."mrv2.adapters"]\nheron = "heron_project"\n')
+    done = mrv2("check", tmp_path, "--suite", "static", "--level", "L0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    hello = Path(__file__).parents[2] / "examples" / "hello.py"
+    done = mrv2("check", hello, "--suite", "static")
+    assert done.returncode == 1
+    assert "there is no config to test with" in done.stdout
