@@ -56,7 +56,13 @@ class Fresh:
         where = self.bin / "cwd"
         text = f"set -euo pipefail\n{script}\npwd > '{where}'\n"
         done = subprocess.run(
-            ["bash", "-c", text], cwd=cwd or self.cwd, env=self.env, capture_output=True, text=True, timeout=300, check=False
+            ["bash", "-c", text],
+            cwd=cwd or self.cwd,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, f"{script}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
         self.cwd = Path(where.read_text().strip())

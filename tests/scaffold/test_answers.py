@@ -106,9 +106,10 @@ def test_the_manifest_is_valid(kind):
 # -- cookiecutter --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "ci", "license"), [("decoder", "github", "proprietary"), ("moe", "gitlab", "mit"), ("hybrid", "none", "apache-2.0")]
-)  # fmt: skip
+DIFFERENT = [("decoder", "github", "proprietary"), ("moe", "gitlab", "mit"), ("hybrid", "none", "apache-2.0")]
+
+
+@pytest.mark.parametrize(("kind", "ci", "license"), DIFFERENT)
 def test_cookiecutter_writes_the_same(kind, ci, license, tmp_path):
     main = pytest.importorskip("cookiecutter.main")
     make("acme-x", "--kind", kind, "--ci", ci, "--license", license)
@@ -123,7 +124,9 @@ def test_cookiecutter_writes_the_same(kind, ci, license, tmp_path):
 
 def test_cookiecutter_replays_the_recorded_answers(tmp_path):
     main = pytest.importorskip("cookiecutter.main")
-    Path("config.json").write_text(json.dumps({"architectures": ["Own"], "model_type": "own", "hidden_size": 640, "z": "'\"<é"}))
+    Path("config.json").write_text(
+        json.dumps({"architectures": ["Own"], "model_type": "own", "hidden_size": 640, "z": "'\"<é"})
+    )
     make("acme", "--kind", "hybrid", "--from-config", "config.json")
     config = tmp_path / "cookiecutter.yaml"
     config.write_text(f"cookiecutters_dir: {tmp_path / 'cc'}\nreplay_dir: {tmp_path / 'replay'}\n")
@@ -158,7 +161,21 @@ def refused(capsys, *argv):
     return err
 
 
-MALFORMED = ["", "Acme", "1acme", "-acme", "acme-", "acme--x", "acme_x", "ac me", "acme.x", "../acme", "acmé", "acme\n", "a" * 51]
+MALFORMED = [
+    "",
+    "Acme",
+    "1acme",
+    "-acme",
+    "acme-",
+    "acme--x",
+    "acme_x",
+    "ac me",
+    "acme.x",
+    "../acme",
+    "acmé",
+    "acme\n",
+    "a" * 51,
+]
 
 
 @pytest.mark.parametrize("name", MALFORMED)

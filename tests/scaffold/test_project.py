@@ -41,16 +41,15 @@ def test_the_tutorial_is_a_decoder_from_nothing_to_a_wheel_elsewhere(fresh, else
             assert "mrv2_adapter_acme/conformance.json" in zipfile.ZipFile(dist).namelist()
             shutil.copytree(dist.parent, elsewhere.work / "dist")
             printed[text] = elsewhere.bash(text, cwd=elsewhere.work)
-    outputs = list(printed.values())
-    assert re.search(r"^acme +mrv2-adapter-acme +0\.1\.0 .* ok$", outputs[0], re.M)
-    assert "Success: no issues found" in outputs[1]
-    assert passed(outputs[1])
-    assert "model.layers.0.self_attn.q_proj.bias" in outputs[3]
-    assert passed(outputs[5])
-    assert len(re.findall(r"\d+", outputs[6].splitlines()[-1])) >= 5
-    assert passed(outputs[7])
-    assert re.search(r"^acme .*L0 L1.* ok$", outputs[8], re.M)  # the record came along
-    assert passed(outputs[8])
+    made, tested, _, refused, _, checked, ran, _, there = printed.values()
+    assert re.search(r"^acme +mrv2-adapter-acme +0\.1\.0 .* ok$", made, re.M)
+    assert "Success: no issues found" in tested
+    assert passed(tested)
+    assert "model.layers.0.self_attn.q_proj.bias" in refused
+    assert passed(checked)
+    assert len(re.findall(r"\d+", ran.splitlines()[-1])) >= 5
+    assert re.search(r"^acme .*L0 L1.* ok$", there, re.M)  # the record came along
+    assert passed(there)
 
 
 @pytest.mark.parametrize("kind", ["moe", "hybrid"])
@@ -80,6 +79,10 @@ def test_a_long_name_keeps_lines_short(tmp_path):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     for check in (["format", "--check"], ["check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *check, "--no-cache", "."], cwd=tmp_path, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "ruff", *check, "--no-cache", "."],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
