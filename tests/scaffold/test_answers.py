@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,16 @@ def test_the_licence(license):
     assert [name for name, word in words.items() if word in text] == [license]
     assert ("Private :: Do Not Upload" in project["classifiers"]) == (license == "proprietary")
     assert project["license"].lower().removeprefix("licenseref-") == license
+
+
+@pytest.mark.parametrize("ci", ["github", "gitlab"])
+def test_ci_is_valid_and_runs_all_checks(ci):
+    make("acme", "--kind", "decoder", "--ci", ci)
+    (file,) = {".github/workflows/check.yml", ".gitlab-ci.yml"} & set(contents("mrv2-adapter-acme"))
+    job = yaml.safe_load(Path("mrv2-adapter-acme", file).read_text())
+    lines = job["check"]["script"] if ci == "gitlab" else [s.get("run", "") for s in job["jobs"]["check"]["steps"]]
+    for word in ("pip install -e", "ruff format --check", "ruff check", "mypy", "pytest --mrv2-require L1"):
+        assert [line for line in lines if word in line], word
 
 
 def test_defaults_are_private_and_for_github():
