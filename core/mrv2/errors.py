@@ -566,6 +566,18 @@ class InputFileError(Mrv2Error):
     title = "bad input file"
 
 
+class ScaffoldError(Mrv2Error):
+    """`mrv2 new-adapter` can't make the project: the name is malformed or taken, the folder exists, or an option has a
+    value that isn't among its own.
+
+    Nothing was written or overwritten. A name is lower-case letters and digits, words joined by single hyphens. It is
+    taken if an adapter that is installed or in a catalogue has it.
+    """
+
+    code = "MRV2-502"
+    title = "project not made"
+
+
 # ---- 6xx: inside vLLM --------------------------------------------------------------------------------------
 
 

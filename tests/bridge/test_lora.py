@@ -17,14 +17,14 @@ MODULES = {
 LENS = (3, 40, 17, 33, 21, 9)
 
 
-@pytest.fixture(scope="module")
-def loras(family, tmp_path_factory):
+@pytest.fixture(scope="module", params=["LlamaConfig", "Qwen3Config"])
+def loras(request, family, tmp_path_factory):
     """Two folders as PEFT writes them, one with attention alone, and the reference of each; None: without."""
-    one = family("LlamaConfig", num_attention_heads=2, num_key_value_heads=1, attention_bias=True)
+    one = family(request.param, num_attention_heads=2, num_key_value_heads=1, attention_bias=True)
     made = {None: (None, one)}
     for seed, kinds in ((1, ("self_attn",)), (2, ("self_attn", "mlp"))):
         folder = tmp_path_factory.mktemp("lora")
-        model = transformers.LlamaForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             one.folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         generator = torch.Generator().manual_seed(seed)

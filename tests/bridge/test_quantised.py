@@ -10,17 +10,18 @@ from mrv2.testing.checkpoints import edit_config, make_checkpoint, read_tensors,
 
 pytestmark = pytest.mark.slow
 
-CONFIG = transformers.LlamaConfig(
-    vocab_size=61,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    num_hidden_layers=2,
-    max_position_embeddings=256,
-    eos_token_id=None,
-    bos_token_id=None,
-)
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 IGNORED = ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj")
 GROUP = 32
 
@@ -49,9 +50,10 @@ SCHEMES = {
 
 @pytest.fixture
 def quantised(tmp_path):
-    def make(scheme, without=""):
+    def make(scheme, without="", family="Llama"):
         quantise, layout, group = SCHEMES[scheme]
-        folder = make_checkpoint(tmp_path / scheme, CONFIG, seed=4)
+        config = getattr(transformers, f"{family}Config")(**SIZES)
+        folder = make_checkpoint(tmp_path / scheme, config, seed=4)
         tensors = {}
         for name, tensor in read_tensors(folder).items():
             owner = name.removesuffix(".weight")
@@ -76,11 +78,12 @@ def quantised(tmp_path):
     return make
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tokens_are_those_of_vllms_own_class(scheme, quantised, engine, generate, runner_of, ragged):
-    folder, prompts = quantised(scheme), ragged((3, 40, 17, 33))
+def test_tokens_are_those_of_vllms_own_class(scheme, family, quantised, engine, generate, runner_of, ragged):
+    folder, prompts = quantised(scheme, family=family), ragged((3, 40, 17, 33))
     said = {}
-    for architecture in ("LlamaForCausalLM", "Mrv2LlamaForCausalLM"):
+    for architecture in (f"{family}ForCausalLM", f"Mrv2{family}ForCausalLM"):
         # vLLM's kernels for CPUs know no float32 here.
         with engine(folder, hf_overrides={"architectures": [architecture]}, dtype="bfloat16") as llm:
             assert type(runner_of(llm).model).__name__ == architecture

@@ -55,16 +55,18 @@ def shown(result):
     return [(list(o.token_ids), o.text, o.finish_reason, o.stop_reason) for o in result.outputs]
 
 
-def test_parameters_and_grammars(text_folder, engine):
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_parameters_and_grammars(family, text_folder_of, engine):
     pytest.importorskip("lmformatenforcer", reason="vLLM imports it when it checks a structured output")
     settings = {
         "skip_tokenizer_init": False,
         "max_model_len": 128,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-    with engine(text_folder, **settings) as llm:
+    folder = text_folder_of(f"{family}Config")
+    with engine(folder, **settings) as llm:
         theirs = answers(llm)
-    with engine(text_folder, hf_overrides={"architectures": ["Mrv2LlamaForCausalLM"]}, **settings) as llm:
+    with engine(folder, hf_overrides={"architectures": [f"Mrv2{family}ForCausalLM"]}, **settings) as llm:
         ours = answers(llm)
     for name, want in theirs.items():
         assert shown(ours[name]) == shown(want), name

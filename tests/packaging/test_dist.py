@@ -46,6 +46,9 @@ def test_wheels_carry_code_data_and_licence(dist):
     assert {"mrv2/py.typed", "mrv2/catalog.json", "mrv2/loader/bundled.json", "mrv2/cli/app.py"} <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
     assert "mrv2/_templates/report.html.jinja" in names
+    core = ROOT / "core"
+    skeleton = (core / "mrv2" / "scaffold" / "template").rglob("*")
+    assert {f.relative_to(core).as_posix() for f in skeleton if f.is_file()} <= names
     assert not [n for n in names if n.startswith(("tests/", "adapters/", "core/"))]
     for name in ADAPTERS:
         files = set(zipfile.ZipFile(wheels[f"mrv2_adapter_{name}"]).namelist())

@@ -60,6 +60,14 @@ COMMANDS: Mapping[str, Command] = {
         "Show one adapter: manifest, and which code supplies each hook and each method of its model state.",
         ("mrv2 show acme", "mrv2 show acme --adapter ./acme.py --json"),
     ),
+    "new-adapter": Command(
+        "mrv2.cli.new_adapter:command",
+        "Make a complete package for a new adapter, which passes its own tests at once.",
+        (
+            "mrv2 new-adapter acme --kind decoder",
+            "mrv2 new-adapter acme --kind moe --from-config ./config.json --ci gitlab",
+        ),
+    ),
     "doctor": Command(
         "mrv2.cli.doctor:command",
         "Take every adapter, or one, through all stages up to its model class, in both hosts, and say what is wrong.",

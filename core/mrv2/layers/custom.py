@@ -14,7 +14,7 @@ drafts; a kernel built from them needs no case of its own for chunks, decoding, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +43,20 @@ __all__ = [
 
 
 class CacheKernel(Protocol):
-    """What an adapter gives to `LayerSet.cache`."""
+    """What an adapter gives to `LayerSet.cache`: `kernel(*inputs, out=…, cache=…, meta=…)`.
 
-    def __call__(self, *inputs: Tensor, out: Tensor, cache: Mapping[str, Tensor], meta: CacheMeta) -> None:
+    Typed as loosely as that, so that a kernel which names its inputs passes a strict type checker.
+    """
+
+    def __call__(self, *inputs: Any, **step: Any) -> None:
         """Compute one step.
 
         Args:
-            inputs: [num_tokens, ...] each.
-            out: [num_tokens, ...]; all of it has to be written, padding with anything finite.
-            cache: the declared tensors, [num_blocks, block_size, *shape] or [num_slots, *shape]; always strided,
-                so blocks and offsets are two indices and never flattened.
-            meta: where this step's entries are.
+            inputs: [num_tokens, ...] tensors, as the handle was called with.
+            step: three keywords. `out`, a tensor [num_tokens, ...]: all of it has to be written, padding with
+                anything finite. `cache`: the declared tensors by name, [num_blocks, block_size, *shape] or
+                [num_slots, *shape]; always strided, so blocks and offsets are two indices and never flattened.
+                `meta`, a `CacheMeta`: where this step's entries are.
         """
         ...
 
