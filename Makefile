@@ -1,6 +1,7 @@
-# Two commands do everything on a fresh machine with Python >= 3.11:
-#   make demo    install, then generate with real weights
-#   make test    install, then lint, types and the whole test suite
+# Three commands do everything on a fresh machine with Python >= 3.11:
+#   make demo           install, then generate with real weights
+#   make test           install, then lint, types and all tests of the core and the adapters
+#   make test test-vllm  and then all tests inside a real vLLM: what CI runs, one after the other since some measure time
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +14,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # Tested as well: their Python code with the compiled library of the installed one. Empty: none.
 VLLM_RELEASES ?= 0.26.0 0.33.0
 space := $(subst ,, )
+# Tests run in so many processes; those marked `alone` follow in one.
+WORKERS ?= 2
 # Threads fight over few cores; one each is fastest for small models and makes runs comparable.
 export OMP_NUM_THREADS ?= 1
 
@@ -45,7 +48,8 @@ types: $(STAMP)  ## Strict type check of the core
 	$(BIN)/mypy
 
 test: lint types  ## Lint, types and all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 gpu-bundle: $(STAMP)  ## What gpu-test needs, weights included, made where there is a network
 	$(BIN)/python tests/gpu/bundle.py --model-parts
@@ -72,7 +76,7 @@ vllm-env: $(VLLM_STAMP)  ## Make an environment with a real vLLM on this CPU: .v
 
 test-vllm: $(VLLM_STAMP) $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%)  ## Make that environment, then all tests inside vLLM
 	MRV2_VLLM_OVERLAYS=$(subst $(space),:,$(abspath $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%))) \
-	  $(VLLM_VENV)/bin/python -m pytest tests/bridge tests/docs/test_bridge_page.py packages
+	  $(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/bridge tests/docs/test_bridge_page.py packages
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .

@@ -49,7 +49,7 @@ class MoE(nn.Module):
         try:
             with device:
                 self.gate = Router(hidden, num_experts=num_experts, top_k=top_k, renormalize=True)
-                self.experts = Experts(hidden, intermediate, num_experts=num_experts, act="silu")
+                self.experts = Experts(hidden, intermediate, num_experts=num_experts, top_k=top_k, act="silu")
         finally:
             torch.set_default_dtype(before)
         for parameter in self.parameters():

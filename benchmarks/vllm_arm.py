@@ -52,10 +52,12 @@ class Arm:
 
     def score(self, texts: Prompts) -> list[list[tuple[float, int, float, float]]]:
         """Per text, of each token but the first: its log-probability, the best token, that one's, and the gap to the
-        next best.
+        next best. One text a step: what a step holds decides how products are rounded, and which texts come together
+        is a matter of time.
         """
         scored = []
-        for text, out in zip(texts, self._run(texts, 1, prompt_logprobs=2), strict=True):
+        for text in texts:
+            (out,) = self._run([text], 1, prompt_logprobs=2)
             rows = []
             for token, step in zip(text[1:], out.prompt_logprobs[1:], strict=True):
                 best = sorted(((p.logprob, t) for t, p in step.items()), key=lambda pair: (-pair[0], pair[1]))

@@ -10,7 +10,8 @@ adapter as `Mrv2Qwen3ForCausalLM`. Both run in Model Runner V2 with the same set
     python benchmarks/vllm_host.py [--tp 2] [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
 
 Needs a GPU and vLLM (vllm_site.sh installs what was brought along); `--tiny` runs every line on a CPU. The file is
-written after each part. An arm that fails or takes too long shows the end of its log, and the rest goes on.
+written after each part, and logs of the arms beside it. An arm that fails or takes too long shows the end of its log,
+and the rest goes on.
 """
 
 from __future__ import annotations
@@ -216,8 +217,11 @@ def engine_settings(args: argparse.Namespace, folder: Path, arm: str, dtype: str
     return settings | {"async_scheduling": True, "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
-def arm_environment(work: Path, index: int) -> dict[str, str]:
-    """Each arm with caches and ports of its own; no network; no NVLink multicast."""
+def arm_environment(work: Path, index: int, dtype: str) -> dict[str, str]:
+    """Each arm with caches and ports of its own; no network; no NVLink multicast. In float32 exact products also in
+    vLLM's attention, which else rounds its input to 10 bits: a difference in the last bit then comes out a thousand
+    times larger.
+    """
     given = {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_CACHE_ROOT": str(work / f"cache{index}"),
@@ -236,6 +240,8 @@ def arm_environment(work: Path, index: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    if dtype == "float32":
+        given["TRITON_F32_DEFAULT"] = "ieee"
     return default | dict(os.environ) | given
 
 
@@ -363,8 +369,8 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             arm: Arm(
                 f"{arm} {dtype}",
                 engine_settings(args, work / "model", arm, dtype),
-                arm_environment(work, 2 * i + j),
-                work / f"{arm}-{dtype}.log",
+                arm_environment(work, 2 * i + j, dtype),
+                args.json.with_suffix(f".{arm}-{dtype}.log") if args.json else work / f"{arm}-{dtype}.log",
             )
             for j, arm in enumerate(ARMS)
         }
@@ -422,6 +428,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="when to stop measuring")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: tries the script, measures nothing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the arms are ended too
     result = environment(torch.device("cpu" if args.tiny else "cuda"))
     result["versions"] |= {"vllm": version("vllm"), "transformers": transformers.__version__}
     result |= {"tensor_parallel_size": args.tp, "final_norm_weight": PEAK}

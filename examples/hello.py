@@ -4,7 +4,7 @@
 # architectures = ["HelloForCausalLM"]
 # model_types = ["hello"]
 # owner = "you"
-# capabilities = { chunked_prefill = "native", prefix_caching = "native" }
+# capabilities = { chunked_prefill = "native", prefix_caching = "native", cuda_graphs = "native" }
 # ///
 """A whole adapter: a config that transformers doesn't know, and a model. No host is named."""
 

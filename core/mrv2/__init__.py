@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mrv2.model_state.parts import InputPart
     from mrv2.registry import Registry
     from mrv2.sample.params import SamplingParams
+    from mrv2.sample.processors import LogitsProcessor, LogitsView
     from mrv2.state.columns import MirroredColumn
     from mrv2.state.plan import StepPlan
     from mrv2.state.view import Limits, StepView
@@ -35,6 +36,8 @@ _HOMES = {
     "InputPart": "mrv2.model_state.parts",
     "Limits": "mrv2.state.view",
     "MirroredColumn": "mrv2.state.columns",
+    "LogitsProcessor": "mrv2.sample.processors",
+    "LogitsView": "mrv2.sample.processors",
     "ModelState": "mrv2.model_state.base",
     "Mrv2Error": "mrv2.errors",
     "Registry": "mrv2.registry",
@@ -57,6 +60,8 @@ __all__ = [
     "GraphSupport",
     "InputPart",
     "Limits",
+    "LogitsProcessor",
+    "LogitsView",
     "MirroredColumn",
     "ModelState",
     "Mrv2Error",

@@ -133,6 +133,10 @@ class LoadedAdapter:
                 return ()
             if not isinstance(result, list | tuple):
                 self._wrong("mrv2_logits_processors", f"{_show(result)}, not a list or tuple", "return a list")
+            base = _imported("mrv2.sample.processors", "LogitsProcessor")
+            for one in result:
+                if not isinstance(one, type) or base is None or not issubclass(one, base):
+                    self._wrong("mrv2_logits_processors", f"{_show(one)}, no LogitsProcessor class", "return classes")
             return tuple(result)
 
     def test_target(self, ctx: AdapterContext) -> object | None:

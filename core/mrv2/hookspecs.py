@@ -73,12 +73,14 @@ def mrv2_speculator(ctx: AdapterContext) -> type | None:
 
 @hookspec(firstresult=True)
 def mrv2_logits_processors(ctx: AdapterContext) -> Sequence[Any] | None:
-    """Processors that run after penalties and before temperature. With capability `logits_processors`."""
+    """Classes of processors, `mrv2.LogitsProcessor`, that run after penalties and before temperature, in this order.
+    With capability `logits_processors`.
+    """
 
 
 @hookspec(firstresult=True)
 def mrv2_test_target(ctx: AdapterContext) -> object | None:
-    """What the conformance kit needs: a tiny config, tolerances, and a reference (callable, file, or none)."""
+    """An `mrv2.testing.Target`: small configs, a reference (callable, file, or none), tolerances. For `mrv2 check`."""
 
 
 @hookspec(firstresult=True)

@@ -169,7 +169,7 @@ class Registry:
         claims = [e for e in self.entries if serves(e)]
         preferred = self.settings.prefer.get(what)
         picked = [e for e in claims if e in self.chosen]
-        picked = picked or [e for e in claims if preferred is not None and e.is_called(preferred)]
+        picked = [e for e in picked or claims if preferred is not None and e.is_called(preferred)] or picked
         if claims and not picked and (fault := self._preference_fault(what)) is not None:
             raise fault
         claims = picked or claims

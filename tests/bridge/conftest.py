@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -192,6 +193,39 @@ def family(tmp_path_factory):
     return make
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+FAMILIES = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-rope": ("LlamaConfig", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 20}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": YARN}),
+    "qwen2-mixed": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"attention_bias": True}),
+    "qwen3-moe": ("Qwen3MoeConfig", MOE),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def oracle(family):
+    """oracle("qwen3"): of one of FAMILIES."""
+
+    def make(name):
+        config_class, changes = FAMILIES[name]
+        return family(config_class, **changes)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def tidal(tmp_path_factory):
     """tidal(**changes): an oracle of the sample with mixers of its own, whose reference is beside it."""
@@ -227,6 +261,33 @@ def scaled(tmp_path_factory):
         return model(inputs_embeds=x[None], use_cache=False).logits[0].log_softmax(-1)
 
     return Oracle(folder, "ScaledForCausalLM", logprobs)
+
+
+@pytest.fixture(scope="session")
+def text_folder_of(text_model, tmp_path_factory):
+    """text_folder_of("Qwen3Config"): the tokenizer of `text_model`, and a model of that type whose heads are as wide as
+    vLLM's attention for CPUs wants them.
+    """
+    made = {}
+
+    def make(config_class):
+        if config_class not in made:
+            ids = {k: v for k, v in transformers.AutoConfig.from_pretrained(text_model).to_dict().items() if "_id" in k}
+            sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1} | ids
+            vocab = transformers.AutoConfig.from_pretrained(text_model).vocab_size
+            config = getattr(transformers, config_class)(**sizes | {"vocab_size": vocab})
+            folder = made[config_class] = make_checkpoint(tmp_path_factory.mktemp("text") / "model", config, seed=6)
+            for file in (*text_model.glob("token*"), *text_model.glob("*.jinja")):
+                shutil.copy(file, folder)
+        return made[config_class]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text_folder(text_folder_of):
+    """The usual one of them."""
+    return text_folder_of("LlamaConfig")
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ def check(one, llm, generate, prompts, n, **options):
     assert per_position[0] > per_position[2] > 0  # cut within a draft, and kept as a whole
 
 
-def test_n_grams_for_attention(family, engine, generate, ragged):
-    one = family("LlamaConfig", tie_word_embeddings=True)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe"])
+def test_n_grams_for_attention(name, oracle, engine, generate, ragged):
+    one = oracle(name)
     with engine(one.folder, **one.settings, speculative_config=NGRAM, max_num_batched_tokens=24) as llm:
         check(one, llm, generate, ragged((1, 3, 70, 17, 33, 12)), 24)
 

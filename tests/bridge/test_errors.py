@@ -1,5 +1,7 @@
 """What goes wrong is said when the model is built, by name, and not in a log line above another error."""
 
+from types import SimpleNamespace
+
 import pytest
 import transformers
 
@@ -17,6 +19,8 @@ from mrv2.errors import (
     VllmVersionError,
     WeightsError,
 )
+from mrv2.model_state.graphs import GraphSupport
+from mrv2.state.view import Limits
 from mrv2.testing.checkpoints import defects, edit_config, make_checkpoint
 
 CONFIG = transformers.LlamaConfig(
@@ -70,6 +74,17 @@ def test_a_setting_for_which_a_capability_isnt_declared(checkpoint, fails):
         UnsupportedError,
         "enable_prefix_caching asks for prefix_caching, which adapter faulty-sample declares for no host",
         enable_prefix_caching=True,
+    )
+
+
+def test_a_window_for_which_the_capability_isnt_declared(checkpoint, fails):
+    sizes = {k: v for k, v in CONFIG.to_dict().items() if k not in ("architectures", "model_type")}
+    config = transformers.MistralConfig(**(sizes | {"sliding_window": 16}))
+    fails(
+        checkpoint("WindowedForCausalLM", config),
+        UnsupportedError,
+        "a sliding window in .* asks for sliding_window, which adapter faulty-sample declares for no host",
+        enable_prefix_caching=False,
     )
 
 
@@ -166,6 +181,46 @@ def test_a_state_that_asks_for_tokens_on_every_stage():
     checks.check_stages(DefaultModelState, 2)
     with pytest.raises(UnsupportedError, match=r"(?s)Counting overrides after_sample.*do without stages"):
         checks.check_stages(Counting, 2)
+
+
+class NeverCaptured(DefaultModelState):
+    def graph_support(self):
+        return GraphSupport.NEVER
+
+
+class PlansGraphs(DefaultModelState):
+    def graph_plan(self, default):
+        return default
+
+
+class CapturesMore(DefaultModelState):
+    def capture_inner(self, ctx):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        (NeverCaptured, "says GraphSupport.NEVER"),
+        (PlansGraphs, "overrides graph_plan"),
+        (CapturesMore, "overrides capture_inner"),
+        (DefaultModelState, None),
+    ],
+)
+def test_a_state_with_a_say_in_graphs(state, what):
+    from vllm.config import CUDAGraphMode
+
+    def config(mode):
+        return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+
+    one = state(SimpleNamespace(parts=()), Limits(max_rows=1, max_num_tokens=1, max_model_len=1), ())
+    for off in (CUDAGraphMode.NONE, None):
+        checks.check_graphs(one, config(off))
+    if what is None:
+        checks.check_graphs(one, config(CUDAGraphMode.FULL_AND_PIECEWISE))
+    else:
+        with pytest.raises(UnsupportedError, match=rf"(?s){state.__name__} {what}.*FULL_DECODE_ONLY.*--enforce-eager"):
+            checks.check_graphs(one, config(CUDAGraphMode.FULL_DECODE_ONLY))
 
 
 def test_every_setting_that_is_asked_about_is_a_capability():

@@ -4,47 +4,18 @@ import pytest
 
 from mrv2 import SamplingParams
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
-CONFIGS = {
-    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama-rope": ("LlamaConfig", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
-    "mistral-window": ("MistralConfig", {"sliding_window": 20}),
-    "qwen2": ("Qwen2Config", {"rope_parameters": YARN}),
-    "qwen2-mixed": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
-    "qwen3": ("Qwen3Config", {"attention_bias": True}),
-    "qwen3-moe": ("Qwen3MoeConfig", MOE),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-}
-
-
 LENS = (1, 3, 100, 17, 33, 70, 5, 12)
 
 
-@pytest.fixture
-def oracle(family):
-    def make(name):
-        config_class, changes = CONFIGS[name]
-        return family(config_class, **changes)
-
-    return make
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-rope", "mistral-window", "qwen2", "qwen2-mixed", "qwen3", "qwen3-moe", "mixtral"]
+)
 def test_a_ragged_batch_and_prefix_hits(name, oracle, engine, generate, runner_of, native, ragged):
     one, prompts = oracle(name), ragged(LENS)
     with engine(one.folder, **one.settings) as llm:
         model = runner_of(llm).model
         assert type(model).__name__ == one.architecture
-        assert type(model).__mro__[2].__module__.startswith("mrv2_adapter_")
+        assert any(c.__module__.startswith("mrv2_adapter_") for c in type(model).__mro__)
         cold = generate(llm, prompts)
         one.check(prompts, cold)
         assert [cached for _, _, cached in cold] == [0] * len(prompts)
@@ -56,7 +27,7 @@ def test_a_ragged_batch_and_prefix_hits(name, oracle, engine, generate, runner_o
         assert [list(r.outputs[0].token_ids) for r in out] == [tokens for tokens, _, _ in cold]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "qwen3-moe", "mixtral"])
 def test_chunks_and_preemptions(name, oracle, engine, generate, preemptions, ragged):
     one, prompts = oracle(name), ragged((60, 61, 90, 62, 40, 95), seed=1)
     with engine(

@@ -19,12 +19,42 @@ print("RESULT" + json.dumps({
 """
 
 
-def registered(**env):
+BUILD = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm import ModelRegistry
+try:
+    ModelRegistry.models["TwinForCausalLM"].load_model_cls()(vllm_config=None)
+except Exception as error:
+    print("RESULT" + json.dumps([type(error).__name__, str(error)]))
+"""
+
+TWIN = """# /// adapter
+# name = "{name}"
+# sdk_api = "0.1"
+# architectures = ["TwinForCausalLM"]
+# owner = "tests"
+# ///
+import mrv2
+from mrv2_adapter_llama.model import LlamaForCausalLM
+
+@mrv2.hookimpl
+def mrv2_model(ctx):
+    return LlamaForCausalLM
+"""
+
+
+def run(code, **env):
     result = subprocess.run(
-        [sys.executable, "-c", DUMP], capture_output=True, text=True, timeout=280, env=os.environ | env
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env=os.environ | env
     )
     assert "RESULT" in result.stdout, result.stderr
     return json.loads(result.stdout.partition("RESULT")[2])
+
+
+def registered(**env):
+    return run(DUMP, **env)
 
 
 def test_nothing_changes_for_vllms_own_classes_and_no_adapter_is_imported():
@@ -34,6 +64,32 @@ def test_nothing_changes_for_vllms_own_classes_and_no_adapter_is_imported():
     new = with_us["models"].keys() - without["models"].keys()
     assert {"Mrv2LlamaForCausalLM", "Mrv2Qwen3ForCausalLM", "ScaledForCausalLM", "Mrv2ScaledForCausalLM"} <= new
     assert with_us["imported"] == []
+
+
+@pytest.fixture
+def twins(tmp_path):
+    """Two adapters for one architecture, as the environment names them."""
+    files = [tmp_path / f"{name}.py" for name in ("twin_a", "twin_b")]
+    for file in files:
+        file.write_text(TWIN.format(name=file.stem))
+    return os.pathsep.join(map(str, files))
+
+
+def test_two_adapters_for_one_architecture(twins):
+    """vLLM starts, for the sake of other models; this one says what is wrong when it is built."""
+    error, said = run(BUILD, MRV2_LOCAL_ADAPTERS=twins)
+    assert error == "AdapterConflictError"
+    assert "TwinForCausalLM is claimed by twin_a" in said
+    assert "MRV2_PREFER=TwinForCausalLM=twin_a" in said
+
+
+def test_a_setting_picks_one_of_them(twins):
+    env = {"MRV2_LOCAL_ADAPTERS": twins, "MRV2_PREFER": "TwinForCausalLM=twin_b"}
+    models = registered(**env)["models"]
+    module, _, name = models["TwinForCausalLM"].partition(":")
+    assert (module.endswith("twin_b"), name) == (True, "TwinForCausalLM")
+    assert models["Mrv2TwinForCausalLM"] == f"{module}:Mrv2TwinForCausalLM"
+    assert not any("twin_a" in model for model in models.values())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,9 +12,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
-
-from mrv2.testing.checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -97,18 +93,6 @@ def test_plain_vllm_serve_answers_with_mrv2_generates_text(tmp_path):
     assert said == generated("smollm2", QUESTION, 10)
     assert "Resolved architecture: Mrv2LlamaForCausalLM" in (tmp_path / "log").read_text()
     assert "Using V2 Model Runner" in (tmp_path / "log").read_text()
-
-
-@pytest.fixture
-def text_folder(text_model, tmp_path):
-    """The tokenizer of `text_model`, and a model whose heads are as wide as vLLM's attention for CPUs wants them."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    config = AutoConfig.from_pretrained(text_model)
-    config.update(sizes | {"head_dim": 32})
-    folder = make_checkpoint(tmp_path / "model", config, seed=6)
-    for file in (*text_model.glob("token*"), *text_model.glob("*.jinja")):
-        shutil.copy(file, folder)
-    return folder
 
 
 def test_mrv2_serve_answers_with_mrv2_generates_text(text_folder, tmp_path):

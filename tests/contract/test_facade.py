@@ -51,7 +51,7 @@ def test_hooks_left_out_mean_the_default(local_site):
         ("model_state_class", "return type('S', (mrv2.ModelState,), {})", "lacks add_request"),
         ("mm_processor", "return object()", "doesn't declare multimodal"),
         ("speculator", "return dict", "doesn't declare drafting"),
-        ("logits_processors", "return [len]", "doesn't declare logits_processors"),
+        ("logits_processors", "return [mrv2.LogitsProcessor]", "doesn't declare logits_processors"),
         ("test_target", "raise ValueError('tiny')", "raised ValueError: tiny"),
         ("vllm", "raise SystemExit", "raised SystemExit"),
     ],

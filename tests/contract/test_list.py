@@ -9,6 +9,7 @@ RAISE = "raise RuntimeError('broken on purpose')\n"
 NUM = 50
 
 
+@pytest.mark.alone
 def test_fifty_broken_or_hanging_adapters_are_listed_in_half_a_second(site):
     for k in range(NUM):
         site.add(f"acme{k:02d}", hooks=RAISE if k % 2 else HANG)
@@ -51,6 +52,7 @@ def test_light_commands_import_neither_torch_nor_transformers(site, command):
     assert done.code == 0, done.err
 
 
+@pytest.mark.alone
 def test_help_comes_within_200_ms(site):
     assert min(site.mrv2("--help").seconds for _ in range(6)) < 0.2
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,15 +127,32 @@ def test_the_readme_shows_what_list_prints():
         assert plain(line) in shown
 
 
+def test_the_readmes_test_class_proves_the_readmes_adapter(tmp_path):
+    shutil.copy(HELLO, tmp_path)
+    (tmp_path / "test_hello.py").write_text(block("python", "class TestHello"))
+    options = ["-q", "-p", "no:cacheprovider", "-p", "mrv2.testing.plugin", "--mrv2-levels", "L0,L1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--mrv2-require", "L1"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"L1 CPU +passed +\d+ passed \(without a reference", done.stdout)
+
+
 def plain(line):
     """Without what depends on where the adapters were last checked, and when."""
     return re.sub(r" +", " ", re.sub(r" (L[0-3]( L[0-3])*|stale|-) +(?=ok$)", " ", line))
 
 
 def test_ci_runs_the_readmes_test_command():
-    assert "make test" in block("bash", "make test")
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [line for line in lines if line and not line.startswith("#")][-1] == "make test"
+    (command,) = (line for line in lines if line.startswith("make "))
+    assert command == lines[-1] == "make test test-vllm"
+    assert f"\n{command} " in block("bash", command)
 
 
 def test_every_module_of_the_core_has_its_line_in_the_structure_page():

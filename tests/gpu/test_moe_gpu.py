@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
         try:
             with CUDA:
                 self.gate = Router(hidden, num_experts=num_experts, top_k=top_k, renormalize=True)
-                self.experts = Experts(hidden, size, num_experts=num_experts, act="silu")
+                self.experts = Experts(hidden, size, num_experts=num_experts, top_k=top_k, act="silu")
         finally:
             torch.set_default_dtype(before)
         if fill:

@@ -286,7 +286,7 @@ def make_case(seed: int, *, longest: int, dtype: torch.dtype) -> tuple[Experts, 
     (num_experts, top_k), (hidden, size, _) = FEW[rng.integers(1, 4)], SHAPES[rng.integers(2)]
     experts = draw_experts(rng, longest=longest, route=(num_experts, top_k))
     with torch.device(device()):
-        layer = Experts(hidden, size, num_experts=num_experts, act="silu").to(dtype)
+        layer = Experts(hidden, size, num_experts=num_experts, top_k=top_k, act="silu").to(dtype)
     layer.w13.copy_(normal(rng, *layer.w13.shape) * hidden**-0.5)
     layer.w2.copy_(normal(rng, *layer.w2.shape) * size**-0.5)
     x = normal(rng, len(experts), hidden).to(dtype)

@@ -28,7 +28,7 @@ class OpenMoE(nn.Module):
         super().__init__()
         self.norm = L.norm("norm", HIDDEN, eps=1e-5)
         self.gate = L.router("gate", HIDDEN, num_experts=num_experts, top_k=top_k, renormalize=renormalize)
-        self.experts = L.experts("experts", HIDDEN, INTERMEDIATE, num_experts=num_experts, act=act)
+        self.experts = L.experts("experts", HIDDEN, INTERMEDIATE, num_experts=num_experts, top_k=top_k, act=act)
 
     def forward(self, h: Stream, ctx: StepContext) -> Stream:
         x, residual = ctx.prenorm(self.norm, h)

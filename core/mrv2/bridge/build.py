@@ -57,7 +57,9 @@ def _build(adapter: LoadedAdapter, context: AdapterContext, name: str, module: s
         "mrv2_adapter": adapter,
         "mrv2_context": context,
         "mrv2_model": model,
-        "mrv2_state": bridged_state(state, recurrent=model.recurrent),
+        "mrv2_state": bridged_state(
+            state, recurrent=model.recurrent, processors=tuple(adapter.logits_processors(context))
+        ),
     }
     how = adapter.vllm(context)
     if isinstance(how, VllmModel):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from mrv2.bridge.names import MODULE_PREFIX, adapter_file, module_name
+from mrv2.bridge.names import MODULE_PREFIX, TOKENIZER_SUFFIX, adapter_file, module_name
 from mrv2.entry import AdapterEntry
 from mrv2.errors import Mrv2Error
 from mrv2.registry import Registry
@@ -68,9 +68,15 @@ class HostedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def build(name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(name)
-            from mrv2.bridge.build import hosted_class
+            made: type
+            if name.endswith(TOKENIZER_SUFFIX):
+                from mrv2.bridge.tokenizer import tokenizer_source
 
-            made = hosted_class(hosted, name, module.__name__)
+                made = tokenizer_source(hosted, name, module.__name__)
+            else:
+                from mrv2.bridge.build import hosted_class
+
+                made = hosted_class(hosted, name, module.__name__)
             setattr(module, name, made)
             return made
 

@@ -15,6 +15,9 @@ PREFIX = "Mrv2"
 
 MODULE_PREFIX = "mrv2_hosted_"
 
+TOKENIZER_SUFFIX = "_tokenizer"
+"""After a registered name: what loads that model's tokenizer, in the same module."""
+
 _HOST_CODE = ("bridge", "layers/vllm")
 
 

@@ -32,15 +32,21 @@ def _register() -> None:
 
     from mrv2.bridge.configs import register_configs
     from mrv2.bridge.options import check_requests
+    from mrv2.bridge.tokenizer_modes import register_tokenizers
     from mrv2.layers.vllm.state_backends import register_state_types
 
     hosted = find_hosted()
     modules = install(hosted)
     taken = {name for name, model in ModelRegistry.models.items() if getattr(model, "module_name", None) not in modules}
-    for one in hosted:
-        for architecture in filter(one.is_for, one.entry.architectures):
-            for name in registered_names(architecture, taken):
-                ModelRegistry.register_model(name, f"{module_name(one.entry)}:{name}")
+    classes = [
+        (module_name(one.entry), name)
+        for one in hosted
+        for architecture in filter(one.is_for, one.entry.architectures)
+        for name in registered_names(architecture, taken)
+    ]
+    for module, name in classes:
+        ModelRegistry.register_model(name, f"{module}:{name}")
+    register_tokenizers(classes)
     register_configs([(one.entry, one.registry) for one in hosted if one.registry is not None and one.error is None])
     register_state_types()
     check_requests()

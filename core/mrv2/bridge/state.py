@@ -21,11 +21,13 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from mrv2.attn.groups import KVGroup
 from mrv2.bridge.checks import check_graphs, check_native_only, check_stages
 from mrv2.bridge.groups import bound_caches, kv_groups
+from mrv2.bridge.processors import HostedProcessors, attach
 from mrv2.bridge.request import request_data
 from mrv2.bridge.view import Views
 from mrv2.layers.vllm.caches import CacheBuilder, RequestState
 from mrv2.model_state.base import ModelState
 from mrv2.model_state.default import DefaultModelState
+from mrv2.sample.processors import LogitsProcessor, Processors
 from mrv2.state.plan import StepPlan
 from mrv2.state.view import Limits, StepView
 
@@ -34,6 +36,7 @@ class BridgeMixin:
     """In front of one of vLLM's states; `ours` is the adapter's."""
 
     mrv2_state_class: ClassVar[type[ModelState]]
+    mrv2_processors: ClassVar[tuple[type[LogitsProcessor], ...]]
 
     def __init__(self, vllm_config: Any, model: nn.Module, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
@@ -59,6 +62,7 @@ class BridgeMixin:
         self._view: StepView | None = None  # of the last real step
         self._step = 0
         self._changed: tuple[list[tuple[int, str]], list[tuple[int, Any]]] = ([], [])
+        self._processors: HostedProcessors | None = None  # on the last pipeline stage, if the adapter has any
         self._plain = _adds_nothing(own, self.ours)
         self._asks_after = own.after_sample is not ModelState.after_sample
 
@@ -72,6 +76,8 @@ class BridgeMixin:
         self._dirty = True
         self._changed[1].append((req_index, request))
         self.ours.add_request(req_index, request)
+        if self._processors is not None:
+            self._processors.stage(req_index, request)
 
     def remove_request(self, req_id: str) -> None:
         """Given is the id alone, and every new request's before it adds it."""
@@ -171,6 +177,8 @@ class BridgeMixin:
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
         """The adapter's wrapper around vLLM's sampler; None: it has none. Only on the last pipeline stage."""
         self._table = sampler.req_states
+        made = Processors(self.mrv2_processors, self.limits)
+        self._processors = attach(made, sampler, self._views.table, self.vllm_config)
         own = self.ours.custom_sampler(sampler)
         default: tuple[Any, Any] | None = super().custom_sampler(sampler)  # type: ignore[misc]
         return default if own is sampler else (own, None)
@@ -255,10 +263,13 @@ class RecurrentBridge(BridgeMixin, MambaHybridModelState):
 
 
 @cache
-def bridged_state(own: type[ModelState], *, recurrent: bool) -> type:
-    """The class that vLLM gets for the adapter's `own`."""
+def bridged_state(
+    own: type[ModelState], *, recurrent: bool, processors: tuple[type[LogitsProcessor], ...] = ()
+) -> type:
+    """The class that vLLM gets for the adapter's `own` and its logits processors."""
     base = RecurrentBridge if recurrent else PlainBridge
-    return type(f"{base.__name__}Of{own.__name__}", (base,), {"mrv2_state_class": own, "__module__": __name__})
+    facts = {"mrv2_state_class": own, "mrv2_processors": processors, "__module__": __name__}
+    return type(f"{base.__name__}Of{own.__name__}", (base,), facts)
 
 
 def _adds_nothing(own: type[ModelState], state: ModelState) -> bool:

@@ -66,10 +66,11 @@ class Views:
             logits_indices=(starts[1:].long() - 1).clamp(min=0),
             block_tables=tuple(t[:reqs] for t in block_tables),
             slot_mappings=slots,
-            table=self._table(table),
+            table=self.table(table),
         )
 
-    def _table(self, table: Any) -> TableView:
+    def table(self, table: Any) -> TableView:
+        """Columns of vLLM's `RequestState`."""
         return TableView(
             all_token_ids=table.all_token_ids.gpu,
             prompt_len=table.prompt_len.gpu,

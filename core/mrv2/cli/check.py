@@ -78,6 +78,8 @@ def command(
         raise subject.entry.error
     with stdout_to_stderr():
         report = _run(subject, levels, suite, quiet=json)
+    if suite and not require:  # such levels as these suites have
+        wanted = tuple(one for one in wanted if any(result.level is one for result in report.results))
     _write(report, junit, html)
     if json:
         from mrv2.testing.reports import to_dict

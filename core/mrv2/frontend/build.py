@@ -41,6 +41,7 @@ from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner
 from mrv2.runner.trial import measure_step
+from mrv2.sample.processors import LogitsProcessor
 from mrv2.state.view import Limits
 
 _Forward = TypeVar("_Forward", bound=ForwardPass)
@@ -159,6 +160,7 @@ class LoadedModel:
     adapter: str  # "name version", for messages and statistics
     chunked_prefill: bool  # whether the adapter allows prompts to be cut
     prefix_caching: bool  # whether it allows requests to share cached blocks
+    processors: Sequence[type[LogitsProcessor]] = ()  # the adapter's own, of logits
 
 
 def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
@@ -195,6 +197,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         caches=layers.caches,
         rope_fixed_up_to=layers.rope_fixed_up_to,
         state_class=adapter.model_state_class(ctx) or DefaultModelState,
+        processors=adapter.logits_processors(ctx),
         config=model_config,
         tokenizer=load_tokenizer(ctx, adapter),
         adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
@@ -274,7 +277,7 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
     depth = config.depth or (2 if device.type == "cuda" and config.runner == "async" else 1)
     return EngineParts(
         engine=Engine(scheduler, runner, depth=depth),
-        intake=Intake(request_limits, seed=config.seed, check_options=forward.state.check_options),
+        intake=Intake(request_limits, seed=config.seed, check_options=forward.check_options),
         limits=limits,
         graphs=None if graphs is None else graphs.stats,
     )
@@ -356,7 +359,7 @@ def _forward(
     pages = allocate_pages(sizes, num_blocks=num_blocks, device=limits.device)
     state = loaded.state_class(loaded.module, limits, groups)
     caches = bind_caches(groups, loaded.caches, pages, limits.dtype)
-    return kind(loaded.module, state, groups, caches=caches, pages=pages)
+    return kind(loaded.module, state, groups, caches=caches, pages=pages, processors=loaded.processors)
 
 
 def _blocks_per_row(groups: Sequence[KVGroup], max_model_len: int, prefix_caching: bool) -> int:

@@ -183,11 +183,12 @@ class LayerSet(Protocol):
         ...
 
     def experts(
-        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int, act: str = "silu"
     ) -> nn.Module:
         """Gated MLPs; `layer(x, weights, experts) -> x` is the weighted sum of what each token's experts give.
 
-        Takes what `router` gives, or a family's own choice of the same shapes; expert -1 is left out.
+        Takes what `router` gives, or a family's own choice of the same shapes, [num_tokens, top_k]; expert -1 is left
+        out. A family's own choice must be the same on every rank.
         Checkpoint names are `<i>.gate_proj.weight`, `<i>.up_proj.weight` and `<i>.down_proj.weight` within.
         """
         ...

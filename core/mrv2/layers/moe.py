@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mrv2.errors import LayerArgumentError
 from mrv2.kernels.down_experts import down_experts
 from mrv2.kernels.expert_tile import choose_block_rows
 from mrv2.kernels.gate_up_experts import gate_up_experts
@@ -53,8 +54,9 @@ class Experts(nn.Module):
     are shared out: launches and buffers have the sizes that the number of tokens allows at most.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int, act: str) -> None:
         super().__init__()
+        self.top_k = top_k
         self.w13 = make_parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.w2 = make_parameter(num_experts, hidden_size, intermediate_size)
         self.act = act  # a key of ACTIVATIONS
@@ -63,6 +65,12 @@ class Experts(nn.Module):
         """[num_tokens, hidden] from x of that shape and the router's weights and experts, [num_tokens, top_k]."""
         w13, w2 = self.w13, self.w2
         num_tokens, top_k = experts.shape
+        if top_k != self.top_k:
+            raise LayerArgumentError(
+                f"experts were given {top_k} per token, and built for {self.top_k}",
+                where="arguments of the layer",
+                fix="pass the router's top_k to L.experts",
+            )
         num_experts, hidden, intermediate = w2.shape
         block_rows = choose_block_rows(num_tokens, top_k, num_experts, x.dtype)
         rows = num_tokens * top_k

@@ -207,7 +207,7 @@ class NativeLayers(LayerSet):
         layer = MoE(
             norm=inner._norm("norm", hidden_size, norm_eps),
             gate=inner._router("gate", hidden_size, num_experts, top_k, renormalize),
-            experts=inner._experts("experts", hidden_size, intermediate_size, num_experts, act),
+            experts=inner._experts("experts", hidden_size, intermediate_size, (num_experts, top_k), act),
         )
         return self._add(name, layer)
 
@@ -232,10 +232,10 @@ class NativeLayers(LayerSet):
         return self._router(name, hidden_size, num_experts, top_k, renormalize)
 
     def experts(
-        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int, act: str = "silu"
     ) -> nn.Module:
         """See `LayerSet.experts`."""
-        return self._experts(name, hidden_size, intermediate_size, num_experts, act)
+        return self._experts(name, hidden_size, intermediate_size, (num_experts, top_k), act)
 
     def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
         """See `LayerSet.rotary`."""
@@ -304,13 +304,17 @@ class NativeLayers(LayerSet):
         return self._add(name, Linear(in_size, out_size, bias=bias))
 
     def _router(self, name: str, hidden_size: int, num_experts: int, top_k: int, renormalize: bool) -> Router:
-        if not 1 <= top_k <= num_experts:
-            raise self._argument(name, f"sends each token to {top_k} of {num_experts} experts")
+        self._check_choice(name, num_experts, top_k)
         return self._add(name, Router(hidden_size, num_experts=num_experts, top_k=top_k, renormalize=renormalize))
 
-    def _experts(self, name: str, hidden_size: int, intermediate_size: int, num_experts: int, act: str) -> Experts:
+    def _experts(self, name: str, hidden: int, intermediate: int, choice: tuple[int, int], act: str) -> Experts:
+        self._check_choice(name, *choice)
         act = check_activation(act, where=self._prefix + name)
-        return self._add(name, Experts(hidden_size, intermediate_size, num_experts=num_experts, act=act))
+        return self._add(name, Experts(hidden, intermediate, num_experts=choice[0], top_k=choice[1], act=act))
+
+    def _check_choice(self, name: str, num_experts: int, top_k: int) -> None:
+        if not 1 <= top_k <= num_experts:
+            raise self._argument(name, f"sends each token to {top_k} of {num_experts} experts")
 
     def _rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> Rotary:
         spec = RopeSpec.parse(rope, head_dim=head_dim, max_position=max_position, where=self._prefix + name)

@@ -47,10 +47,7 @@ class DefaultModelState(ModelState):
         """
         rest = dict(extra_args)
         for part in self.parts:
-            if part.options is not None:
-                own = {name: extra_args[name] for name in part.options.model_fields if name in extra_args}
-                rest = {name: value for name, value in rest.items() if name not in own}
-                _validate(part, own)
+            rest = take_options(part, extra_args, rest)
         super().check_options(rest)
 
     def add_request(self, row: int, request: RequestData) -> None:
@@ -130,14 +127,22 @@ def _check_keys(model: type, classes: tuple[type[InputPart], ...]) -> None:
         seen[part.key] = part
 
 
-def _validate(part: InputPart, options: Mapping[str, Any]) -> None:
-    assert part.options is not None
+def take_options(owner: Any, extra_args: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """`rest` without what `owner.options` knows of `extra_args`, which is validated.
+
+    Raises:
+        RequestError: naming the option.
+    """
+    known = owner.options.model_fields if owner.options is not None else ()
+    own = {name: extra_args[name] for name in known if name in extra_args}
     try:
-        part.options.model_validate(options)
+        if owner.options is not None:
+            owner.options.model_validate(own)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise RequestError(
             f"extra_args: {'; '.join(faults)}",
-            where=f"SamplingParams.extra_args, read by {type(part).__qualname__}",
+            where=f"SamplingParams.extra_args, read by {type(owner).__qualname__}",
             fix="see the adapter's documentation",
         ) from error
+    return {name: value for name, value in rest.items() if name not in own}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from mrv2.attn.groups import BoundCache, KVGroup
 from mrv2.layers.context import NativeContext
 from mrv2.layers.one_token import one_token_for
 from mrv2.model_state.base import ModelState
+from mrv2.sample.processors import LogitsProcessor, Processors
 from mrv2.state.block_copies import BlockCopier
 from mrv2.state.plan import BlockCopies
 from mrv2.state.view import AttnMetadata, StepView
@@ -25,6 +27,7 @@ class ForwardPass:
         groups: KV groups, in the order of `StepView.block_tables`.
         caches: layer name to its cache.
         pages: the tensors behind the caches, [num_blocks, page_bytes] uint8.
+        processors: the adapter's own, of logits.
     """
 
     def __init__(
@@ -35,9 +38,11 @@ class ForwardPass:
         *,
         caches: Mapping[str, BoundCache],
         pages: Sequence[Tensor],
+        processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
         self.model = model
         self.state = state
+        self.processors = Processors(processors, state.limits)
         self._caches = caches
         self._group_of = {name: group.name for group in groups for name in group.layers}
         self._backend = select_backend(state.limits.device)
@@ -49,6 +54,10 @@ class ForwardPass:
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Do the plan's copies between blocks; the first thing in a step that touches the cache."""
         self._copier.run(copies)
+
+    def check_options(self, extra_args: Mapping[str, Any]) -> None:
+        """The adapter's check of a request's options: its processors', then its state's."""
+        self.processors.check_options(self.state.check_options, extra_args)
 
     def metadata(self, view: StepView) -> AttnMetadata:
         """Attention metadata of the step."""

@@ -61,8 +61,9 @@ class Runner:
         self._tables = BlockTables(limits, groups)
         self._buffers = InputBuffers(limits, groups)
         self._sampling = SamplingStates(limits)
+        self._processors = forward.processors
         default = Sampler(self._sampling)
-        self._sampler = self._state.custom_sampler(default)
+        self._sampler = self._processors.around(self._state.custom_sampler(default), self._requests.table)
         self._own_sampler = self._sampler is default
         self._ones = torch.ones(limits.max_rows, dtype=torch.int32, device=limits.device)
         self._copies = CopyStream(limits.device)
@@ -99,6 +100,7 @@ class Runner:
         for row, request in plan.added:
             self._requests.add_request(row, request)
             self._sampling.add_request(row, request)
+            self._processors.add_request(row, request)
             self._state.add_request(row, request)
         self._tables.stage(plan.block_writes)
         self._state.stage_step(plan)
@@ -106,10 +108,11 @@ class Runner:
         self._requests.flush()
         self._tables.flush()
         self._sampling.flush()
+        self._processors.flush()
         self._state.apply_staged_writes()
 
         self._forward.copy_blocks(plan.copies)
-        needs = self._sampling.needs(plan.rows_np)
+        needs = self._needs(plan)
         if self.graphs is None or not plan.num_decodes:
             return self._begin(plan, needs)
         if plan.num_decodes == plan.num_reqs:
@@ -178,9 +181,13 @@ class Runner:
 
     # -- replayed ----------------------------------------------------------------------------------------
 
+    def _needs(self, plan: StepPlan) -> SamplerNeeds:
+        needs = self._sampling.needs(plan.rows_np)
+        return replace(needs, processed=True) if self._processors.wanted(plan.rows_np) else needs
+
     def _needs_of(self, part: StepPlan, whole: SamplerNeeds) -> SamplerNeeds:
         """Of both parts of a step as many log-probabilities, so that their outputs can be joined."""
-        return replace(self._sampling.needs(part.rows_np), num_logprobs=whole.num_logprobs)
+        return replace(self._needs(part), num_logprobs=whole.num_logprobs)
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan, needs: SamplerNeeds) -> Pending | None:
         """Run decodes to their end. None: nothing has been launched, they have to run eagerly."""

@@ -6,7 +6,7 @@ takes the same plans, but only when every earlier output has been consumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -57,16 +57,21 @@ class SyncRunner:
             tokens = [int(t) for t in request.prefill_token_ids]
             self._rows[row] = _Row(request, tokens, request.num_computed_tokens, [[] for _ in self._groups])
             self._sampling.add_request(row, request)
+            self._forward.processors.add_request(row, request)
             self._state.add_request(row, request)
         self._write_blocks(plan)
         self._state.stage_step(plan)
         self._sampling.flush()
+        self._forward.processors.flush()
         self._state.apply_staged_writes()
 
         self._forward.copy_blocks(plan.copies)
         view = self._view(plan)
         logits = self._forward.logits(self._forward.hidden(view), view).float()
-        sampled = self._sampler(logits, view.rows, view.seq_lens.long(), self._sampling.needs(plan.rows_np))
+        processors = self._forward.processors
+        needs = replace(self._sampling.needs(plan.rows_np), processed=processors.wanted(plan.rows_np))
+        sampler = processors.around(self._sampler, view.table)
+        sampled = sampler(logits, view.rows, view.seq_lens.long(), needs)
         num_sampled = [
             self._write_back(int(row), int(take), int(token))
             for row, take, token in zip(plan.rows_np, plan.query_lens_np, sampled.token_ids, strict=True)

@@ -26,11 +26,12 @@ class SamplerNeeds:
     top_p: bool
     num_ranks: int  # how many of the most likely tokens top-k leaves at most; 0: all, for some request
     num_logprobs: int | None  # most that any request asked for; None: nobody did
+    processed: bool = False  # an adapter's own processors have something to do
 
     @property
     def only_argmax(self) -> bool:
         """Whether the most likely tokens are all that is wanted."""
-        return not self.random and self.num_logprobs is None
+        return not self.random and self.num_logprobs is None and not self.processed
 
 
 class SamplingStates:

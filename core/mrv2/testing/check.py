@@ -135,7 +135,7 @@ def _outcome(subject: Subject, job: Job) -> tuple[Outcome, str, Any]:
     except NotApplicable as reason:
         return Outcome.NOT_APPLICABLE, str(reason), {}
     except ConformanceFailure as failure:
-        return Outcome.FAILED, str(failure), failure.details
+        return Outcome.FAILED, f"{failure}\n{job.check.advice}".strip(), failure.details
     except Mrv2Error as error:
         return Outcome.FAILED, str(error), {}
     except KeyboardInterrupt:

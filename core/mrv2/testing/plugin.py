@@ -16,15 +16,9 @@ Row = tuple[str, str, str, str, str, str]
 LEVELS = ("L0", "L1", "L2", "L3")
 
 
-class _Found:
-    """What has come of conformance tests so far."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-
-_FOUND = pytest.StashKey[_Found]()
 _INFO = pytest.StashKey[tuple[str, str, str, str, str]]()
+_ROW = "mrv2_row"
+"""Attribute of a test report: its `Row`. Reports travel between processes, stashes don't."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A place for results."""
-    config.stash[_FOUND] = _Found()
+    config.pluginmanager.register(_Summary(config), "mrv2-summary")
 
 
 def _is_conformance(cls: type | None) -> bool:
@@ -68,6 +62,11 @@ def _names(cls: Any) -> tuple[str, ...]:
     return names or ("",)
 
 
+def _class_of(item: pytest.Item) -> str:
+    """File and class."""
+    return item.nodeid.partition("[")[0].rpartition("::")[0]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Note what a test is, and leave out levels that aren't wanted."""
@@ -81,10 +80,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if reason:
             standard = getattr(cls.__mro__[1], item.name.partition("[")[0], None)
             levels = getattr(getattr(standard, "__mrv2_test__", None), "levels", ("L1",))
-            item.stash[_INFO] = (cls.__name__, item.name, str(levels[0]), "", reason)
+            item.stash[_INFO] = (_class_of(item), item.name, str(levels[0]), "", reason)
         return
     config, level = job
-    item.stash[_INFO] = (cls.__name__, item.name, str(level), config, "")
+    item.stash[_INFO] = (_class_of(item), item.name, str(level), config, "")
     wanted = item.config.getoption("--mrv2-levels")
     if str(level) not in (wanted.split(",") if wanted else LEVELS) or level not in cls.levels:
         pytest.skip(f"not run: level {level} isn't asked for")
@@ -106,17 +105,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = outcome.get_result()
     if report.when == "call" or report.outcome != "passed":
         cls, check, level, config, reason = info
-        rows = item.config.stash[_FOUND].rows
-        if reason and report.outcome == "passed":
-            rows.append((cls, check, level, config, "overridden", reason))
-        elif report.outcome == "skipped":
-            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            text = text.removeprefix("Skipped: ")
-            kind, _, why = text.partition(": ")
-            kind = kind if kind in ("not run", "not applicable") else "not run"
-            rows.append((cls, check, level, config, kind, why or text))
-        else:
-            rows.append((cls, check, level, config, report.outcome, ""))
+        setattr(report, _ROW, (cls, check, level, config, *_outcome(report, reason)))
+
+
+def _outcome(report: pytest.TestReport, reason: str) -> tuple[str, str]:
+    """Outcome and reason of a conformance test."""
+    if reason and report.outcome == "passed":
+        return "overridden", reason
+    if report.outcome != "skipped":
+        return report.outcome, ""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    text = text.removeprefix("Skipped: ")
+    kind, _, why = text.partition(": ")
+    return (kind, why) if kind in ("not run", "not applicable") else ("not run", text)
 
 
 def _answer(error: BaseException) -> str:
@@ -138,27 +139,36 @@ def _summaries(rows: Iterable[Row]) -> dict[str, Any]:
     return {cls: (summarize(results), results) for cls, results in by_class.items()}
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With `--mrv2-require`, missing levels are a failure."""
-    require = session.config.getoption("--mrv2-require")
-    rows = session.config.stash[_FOUND].rows
-    if not require or session.config.getoption("collectonly"):
-        return
-    short = [s for levels, _ in _summaries(rows).values() for s in levels if s.level <= require and not s.passed]
-    if (short or not rows) and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+class _Summary:
+    """What has come of conformance tests, in this process or in its workers."""
 
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._rows: list[Row] = []
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """A line per class and level. What hasn't run is never shown as passed."""
-    rows = config.stash[_FOUND].rows
-    if not rows:
-        return
-    terminalreporter.section("mrv2 conformance")
-    for cls, (levels, results) in _summaries(rows).items():
-        terminalreporter.line(cls)
-        for summary in levels:
-            terminalreporter.line(f"  {summary}")
-        for result in results:
-            if result.outcome == "overridden":
-                terminalreporter.line(f"  overridden: {result.check}: {result.message}")
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a test's row."""
+        if (row := getattr(report, _ROW, None)) is not None:
+            self._rows.append(tuple(row))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """With `--mrv2-require`, missing levels are a failure."""
+        require = self._config.getoption("--mrv2-require")
+        if not require or self._config.getoption("collectonly") or hasattr(self._config, "workerinput"):
+            return
+        levels = [s for found, _ in _summaries(self._rows).values() for s in found if s.level <= require]
+        if session.exitstatus == 0 and (not levels or not all(s.passed for s in levels)):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """A line per class and level. What hasn't run is never shown as passed."""
+        if not self._rows:
+            return
+        terminalreporter.section("mrv2 conformance")
+        for cls, (levels, results) in _summaries(self._rows).items():
+            terminalreporter.line(cls)
+            for summary in levels:
+                terminalreporter.line(f"  {summary}")
+            for result in results:
+                if result.outcome == "overridden":
+                    terminalreporter.line(f"  overridden: {result.check}: {result.message}")

@@ -188,7 +188,10 @@ def summarize(results: Iterable[Result]) -> tuple[LevelSummary, ...]:
         counts = {outcome: sum(r.outcome is outcome for r in own) for outcome in Outcome}
         reasons = tuple(dict.fromkeys(r.message for r in own if r.outcome is Outcome.NOT_RUN))
         bare = any(r.outcome is Outcome.NOT_APPLICABLE and r.message.startswith(NO_REFERENCE) for r in own)
-        notes = ("without a reference: invariances carry the proof",) if bare else ()
+        notes: tuple[str, ...] = ("without a reference: invariances carry the proof",) if bare else ()
+        notes += tuple(
+            f"declared, and proven by no suite: {r.details['unproven']}" for r in own if "unproven" in r.details
+        )
         if len(reasons) > 3:
             reasons = (*reasons[:3], f"{len(reasons) - 3} more reasons")
         found.append(LevelSummary(level=level, counts=counts, reasons=reasons, notes=notes))

@@ -33,7 +33,8 @@ from mrv2.testing.target import MIN_CONTEXT, Target, Tolerances
 
 
 def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
-    """The adapter that a name, a package folder, a project folder or a file means.
+    """The adapter that a name, a package folder, a project folder or a file means; of a word without a slash an
+    installed adapter, if there is one of that name, else a folder here.
 
     Returns:
         A registry that knows it, its entry, and what to give as `adapters=` to load models with it.
@@ -41,7 +42,8 @@ def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
     Raises:
         Mrv2Error: it is no adapter.
     """
-    if is_path(argument) or Path(argument).is_dir():
+    installed = not is_path(argument) and any(e.is_called(argument) for e in Registry.discover().entries)
+    if not installed and (is_path(argument) or Path(argument).is_dir()):
         argument = str(_package_in(Path(argument).resolve()))
     registry = Registry.discover(adapters=[argument])
     return registry, registry.chosen[0] if registry.chosen else registry.get(argument), argument
@@ -286,11 +288,18 @@ class Case:
         found = (getattr(spec, "window", None) for spec in self.loaded.caches.values())
         return tuple(sorted({window for window in found if window is not None}))
 
-    def prompts(self, lens: Sequence[int], seed: int = 0) -> list[list[int]]:
-        """Random prompts of these lengths; with a recorded reference beginnings of what was recorded."""
-        if self.answer is not None and self.answer.recorded:
-            known = self.answer.recorded
-            return [known[i % len(known)][:n] for i, n in enumerate(lens)]
+    def prompts(self, lens: Sequence[int], seed: int = 0, *, known: bool = False) -> list[list[int]]:
+        """Random prompts of these lengths.
+
+        Args:
+            lens: tokens of each.
+            seed: of them.
+            known: such as the reference can answer: of a recorded one beginnings of what was recorded, if need be
+                shorter ones.
+        """
+        if known and self.answer is not None and self.answer.recorded:
+            recorded = self.answer.recorded
+            return [recorded[i % len(recorded)][:n] for i, n in enumerate(lens)]
         generator = torch.Generator().manual_seed(seed)
         return [torch.randint(0, self.vocab_size, (n,), generator=generator).tolist() for n in lens]
 

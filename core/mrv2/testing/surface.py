@@ -36,6 +36,8 @@ CLASSES = (
     "mrv2.model_state.default:DefaultModelState",
     "mrv2.model_state.graphs:CaptureContext",
     "mrv2.model_state.parts:InputPart",
+    "mrv2.sample.processors:LogitsProcessor",
+    "mrv2.sample.processors:LogitsView",
     "mrv2.registry:Registry",
     "mrv2.state.columns:MirroredColumn",
     "mrv2.testing.conformance:AdapterConformance",

@@ -1,7 +1,7 @@
 # /// adapter
 # name = "faulty-sample"
 # sdk_api = "0.1"
-# architectures = ["MisnamedForCausalLM", "RaisingForCausalLM", "ModestForCausalLM", "BorrowedForCausalLM", "GreedyStateForCausalLM", "FlaggedForCausalLM"]
+# architectures = ["MisnamedForCausalLM", "RaisingForCausalLM", "ModestForCausalLM", "BorrowedForCausalLM", "GreedyStateForCausalLM", "FlaggedForCausalLM", "WindowedForCausalLM"]
 # owner = "tests"
 # [capabilities]
 # chunked_prefill = "both"
@@ -12,7 +12,7 @@
 import torch
 
 import mrv2
-from mrv2_adapter_llama.model import LlamaForCausalLM
+from mrv2_adapter_llama.model import LlamaForCausalLM, MistralForCausalLM
 
 
 class MisnamedForCausalLM(LlamaForCausalLM):
@@ -64,6 +64,7 @@ def mrv2_model(ctx):
         "MisnamedForCausalLM": MisnamedForCausalLM,
         "BorrowedForCausalLM": BorrowedForCausalLM,
         "FlaggedForCausalLM": FlaggedForCausalLM,
+        "WindowedForCausalLM": MistralForCausalLM,
     }
     return classes.get(ctx.architecture, LlamaForCausalLM)
 

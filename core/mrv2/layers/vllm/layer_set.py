@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer, make_layers
 
 from mrv2.attn.specs import PerRequest, PerToken
-from mrv2.errors import LayerArgumentError, UnsupportedError
+from mrv2.errors import UnsupportedError
 from mrv2.layers.base import LayerSet
 from mrv2.layers.custom import CacheKernel
 from mrv2.layers.rope_config import RopeSpec
@@ -26,7 +26,8 @@ from mrv2.layers.small import check_activation
 from mrv2.layers.vllm import slots
 from mrv2.layers.vllm.caches import CacheHandle, make_handle
 from mrv2.layers.vllm.fused import GatedMLP, MoE, SelfAttention
-from mrv2.layers.vllm.moe import fused_experts, gate_linear
+from mrv2.layers.vllm.moe import GivenExperts, fused_experts, gate_linear, router
+from mrv2.layers.vllm.sizes import SizeChecks
 from mrv2.layers.vllm.small import OwnAttention, Packed, Rotary, TableRotary, gated_act
 
 _L = TypeVar("_L", bound=nn.Module | nn.Parameter)
@@ -47,7 +48,7 @@ class Built:
     hidden_size: int = 0  # of the first embedding
 
 
-class VllmLayers(LayerSet):
+class VllmLayers(SizeChecks, LayerSet):
     """Builds a model's layers inside vLLM; see `LayerSet` for each. One instance per model.
 
     Args:
@@ -222,6 +223,7 @@ class VllmLayers(LayerSet):
     ) -> nn.Module:
         """See `LayerSet.moe`."""
         inner = self.scope(name)
+        inner._check_choice("gate", num_experts, top_k)
         check_activation(act, where=self._prefix + name)
         gate = gate_linear(self.config, f"{inner._prefix}gate", hidden_size, num_experts)
         experts = fused_experts(
@@ -269,14 +271,28 @@ class VllmLayers(LayerSet):
     def router(
         self, name: str, hidden_size: int, *, num_experts: int, top_k: int, renormalize: bool = True
     ) -> nn.Module:
-        """Refused: vLLM's experts do their own routing."""
-        raise self._unsupported(f"the router {self._prefix}{name} on its own", "L.moe")
+        """See `LayerSet.router`."""
+        self._check_choice(name, num_experts, top_k)
+        layer = router(self.config, self._prefix + name, hidden_size, num_experts)
+        layer.choose(top_k, renormalize=renormalize)
+        return self._add(name, slots.whole(layer, weight=(num_experts, hidden_size)))
 
     def experts(
-        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, act: str = "silu"
+        self, name: str, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int, act: str = "silu"
     ) -> nn.Module:
-        """Refused, as `router`."""
-        raise self._unsupported(f"the experts {self._prefix}{name} on their own", "L.moe")
+        """See `LayerSet.experts`."""
+        self._check_choice(name, num_experts, top_k)
+        layer = GivenExperts(
+            self.config,
+            self._prefix + name,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            act=check_activation(act, where=self._prefix + name),
+        )
+        self._add(f"{name}.experts", layer.experts)
+        return self._add(name, layer)
 
     def rotary(self, name: str, head_dim: int, rope: Mapping[str, Any], max_position: int) -> nn.Module:
         """See `LayerSet.rotary`."""
@@ -378,23 +394,3 @@ class VllmLayers(LayerSet):
             prefix=self._prefix + name,
         )
         return self._add(name, slots.optional(attention))
-
-    def _check_heads(self, name: str, num_heads: int, num_kv_heads: int) -> None:
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise self._argument(name, f"has {num_heads} query heads for {num_kv_heads} key/value heads")
-        self._check_divides(name, num_heads)
-        if num_kv_heads >= self._ranks:
-            self._check_divides(name, num_kv_heads)
-        elif self._ranks % num_kv_heads:
-            raise self._argument(name, f"has {num_kv_heads} key/value heads for {self._ranks} ranks")
-
-    def _check_divides(self, name: str, size: int) -> None:
-        if size % self._ranks:
-            raise self._argument(name, f"has a size of {size}, which {self._ranks} tensor-parallel ranks can't divide")
-
-    def _argument(self, name: str, what: str) -> LayerArgumentError:
-        return LayerArgumentError(
-            f"{self._prefix}{name} {what}",
-            where="arguments of the layer",
-            fix="compare config.json with what the model file passes, and with vLLM's parallel settings",
-        )

@@ -22,12 +22,16 @@ LENS = (1, 5, 23, 8, 13, 2)
 
 
 def _hints(case: Case) -> list[tuple[int, str]]:
-    """What a first difference at a certain position tells."""
-    raw = case.model_config.raw
-    windows = {v for k, v in raw.items() if "window" in k and isinstance(v, int) and not isinstance(v, bool)}
+    """What a first difference at a certain position tells: the size of a window, in the config or in the layers."""
     declared = list(case.windows) or "none"
-    text = "a window: the config has one of {} tokens, and layers declare {} (a window counts the current token)"
-    return [(w - 1, text.format(w, declared)) for w in sorted(windows | set(case.windows))]
+    hints = [
+        (value - 1, f"a window: {key} = {value} in the config, {declared} in the layers (the current token counts)")
+        for key, value in case.model_config.raw.items()
+        if type(value) is int and 5 <= value < CONTEXT and not key.startswith("num_") and not key.endswith("_size")
+    ]
+    return hints + [
+        (w - 1, f"the window of {w} tokens that layers declare (the current token counts)") for w in case.windows
+    ]
 
 
 def _check_window(case: Case) -> None:
@@ -50,7 +54,7 @@ def answer(case: Case) -> dict[str, Any] | None:
     if case.answer is None:
         raise NotApplicable(NO_REFERENCE)
     pairs = []
-    for i, ids in enumerate((*case.prompts(LENS, seed=14), *case.prompts((CONTEXT - 1,), seed=15))):
+    for i, ids in enumerate(case.prompts((*LENS, CONTEXT - 1), seed=14, known=True)):
         want = case.answer.logprobs(ids, {})
         if want is not None:
             got = run_alone(case.loaded, ids, {}, device=case.device)

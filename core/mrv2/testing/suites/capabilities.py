@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mrv2.attn.groups import AttentionCache
 from mrv2.attn.specs import PerRequest
@@ -22,6 +23,7 @@ NATIVE = frozenset(
         Capability.RECURRENT,
         Capability.CUDA_GRAPHS,
         Capability.GGUF,
+        Capability.LOGITS_PROCESSORS,
     }
 )
 """What this core's native host offers at all."""
@@ -39,8 +41,25 @@ def declared_is_offered(subject: Subject) -> None:
             )
 
 
+PROVEN = {
+    "native": NATIVE - {Capability.GGUF, Capability.LOGITS_PROCESSORS},
+    "vllm": frozenset(
+        {
+            Capability.CHUNKED_PREFILL,
+            Capability.PREFIX_CACHING,
+            Capability.SLIDING_WINDOW,
+            Capability.RECURRENT,
+            Capability.SPECULATION,
+            Capability.TENSOR_PARALLEL,
+            Capability.PIPELINE_PARALLEL,
+        }
+    ),
+}
+"""What the suites run, by host. The rest of what is declared is named in the report."""
+
+
 @check(Level.CPU, whole=True)
-def declared_is_used(subject: Subject) -> None:
+def declared_is_used(subject: Subject) -> dict[str, Any] | None:
     """What is declared about layers is used by one of the configs, or nothing here could prove it.
 
     Add a config to the target that uses it, or take the declaration back.
@@ -57,6 +76,11 @@ def declared_is_used(subject: Subject) -> None:
                 f"{capability} is declared, and no layer of {', '.join(subject.names)} uses it",
                 ["the model file forgets to pass it on to the layer", "the target has no config with it"],
             )
+    declared = subject.adapter.manifest.capabilities.items()
+    unproven = [
+        f"{c} ({host})" for c, s in declared for host in PROVEN if s in (host, "both") and c not in PROVEN[host]
+    ]
+    return {"unproven": ", ".join(unproven)} if unproven else None
 
 
 def _undeclared(case: Case, capability: Capability) -> None:
