@@ -382,24 +382,24 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.dictionaries(st.sampled_from([*OWN, "text_config", "num_experts", "layer_types", "x"]), JSON))
-def test_whatever_a_config_holds_the_code_is_code(config):
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*OWN, "text_config", "num_experts", "layer_types", "x"]), JSON),
+    st.sampled_from(KINDS),
+)
+def test_whatever_a_config_holds_the_code_is_code(config, kind):
     Path("any.json").write_text(json.dumps(config))
-    for kind in KINDS:
-        found = from_config.read_config(Path("any.json"), kind)
-        given_ = {"name": "acme", "kind": kind, "_from_config": {"sizes": dict(found.sizes), "open": list(found.open)}}
-        if found.architecture:
-            given_["architecture"] = found.architecture
-        if found.model_type:
-            given_["model_type"] = found.model_type
-        for path, text in render(complete(given_)):
-            if path.endswith(".py"):
-                compile(text, path, "exec")
-            elif path.endswith(".toml"):
-                tomllib.loads(text)
-            elif path.endswith(".json"):
-                json.loads(text)
+    found = from_config.read_config(Path("any.json"), kind)
+    names = {"architecture": found.architecture, "model_type": found.model_type}
+    answers = {name: value for name, value in names.items() if value} | {"name": "acme", "kind": kind}
+    about = {"sizes": dict(found.sizes), "open": list(found.open)}
+    for path, text in render(complete(answers | {"_from_config": about})):
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+        elif path.endswith(".toml"):
+            tomllib.loads(text)
+        elif path.endswith(".json"):
+            json.loads(text)
 
 
 def test_the_lists_are_those_of_their_owners():
