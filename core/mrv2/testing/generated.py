@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.request import Request
@@ -29,7 +29,16 @@ class Generated:
     cached: int
 
 
-def engine(loaded: LoadedModel, case: Case, **settings: Any) -> EngineParts:
+class OnDevice(Protocol):
+    """What `engine` needs to know of a `Case`."""
+
+    @property
+    def device(self) -> str:
+        """Where the model is: "cpu" or "cuda"."""
+        ...
+
+
+def engine(loaded: LoadedModel, case: OnDevice, **settings: Any) -> EngineParts:
     """An engine for a few small requests, whose cache holds NaN wherever nobody has written since it was handed out."""
     defaults = {"max_num_seqs": 4, "max_num_tokens": 64, "max_model_len": 64, "block_size": 4, "graphs": False}
     defaults["kv_memory"] = 1 << 26  # so that nothing is measured
@@ -57,7 +66,7 @@ def _poison(parts: EngineParts) -> None:
 def generate(
     parts: EngineParts,
     prompts: Sequence[Sequence[int]],
-    n: int = 8,
+    n: int | Sequence[int] = 8,
     *,
     options: Sequence[Mapping[str, Any]] = ({},),
     params: Sequence[SamplingParams] = (GREEDY,),
@@ -69,7 +78,7 @@ def generate(
     Args:
         parts: from `engine`; may have run before.
         prompts: token ids.
-        n: tokens of each.
+        n: tokens of each, in turn if there are several numbers.
         options: `extra_args`, in turn.
         params: in turn.
         depth: steps in flight.
@@ -77,8 +86,9 @@ def generate(
     """
     scheduler, runner = parts.engine.scheduler, parts.engine._runner
     requests: list[Request] = []
+    lens = (n,) if isinstance(n, int) else n
     for i, prompt in enumerate(prompts):
-        chosen = replace(params[i % len(params)], max_tokens=n, extra_args=options[i % len(options)])
+        chosen = replace(params[i % len(params)], max_tokens=lens[i % len(lens)], extra_args=options[i % len(options)])
         requests.append(parts.intake.request(f"{scheduler._step_id}-{i}", list(prompt), chosen))
     got: dict[int, list[float]] = {r.number: [] for r in requests}
     parts.engine.add(requests)
