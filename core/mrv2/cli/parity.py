@@ -147,7 +147,9 @@ def _print(parity: Parity) -> None:
     from mrv2.testing.parity import bars
 
     print(f"{parity.model} with {parity.adapter}, beside {parity.reference}")
-    print(f"{parity.num_tokens} tokens, {parity.dtype}; differences as a share of the largest value, | {parity.bound:g}\n")
+    print(
+        f"{parity.num_tokens} tokens, {parity.dtype}; differences as a share of the largest value, | {parity.bound:g}\n"
+    )
     print("\n".join(bars(parity.depth, parity.bound)))
     first = parity.first
     if first is None:

@@ -86,7 +86,7 @@ def _attention(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for home in homes:
-            module = sys.modules.get(home)
+            module: Any = sys.modules.get(home)
             if hasattr(module, "eager_attention_forward"):
                 run = module.eager_attention_forward
                 stack.enter_context(mock.patch.object(module, "eager_attention_forward", watched(run)))

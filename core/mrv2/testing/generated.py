@@ -13,6 +13,7 @@ from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams
 from mrv2.testing.bench import run_alone
 from mrv2.testing.compare import describe, greedy_pair, require_close
+from mrv2.testing.results import ConformanceFailure
 from mrv2.testing.subject import Case
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
@@ -83,6 +84,9 @@ def generate(
         params: in turn.
         depth: steps in flight.
         preempt: before which step, and whom, by order of arrival.
+
+    Raises:
+        ConformanceFailure: requests don't end.
     """
     scheduler, runner = parts.engine.scheduler, parts.engine._runner
     requests: list[Request] = []
@@ -93,8 +97,14 @@ def generate(
     got: dict[int, list[float]] = {r.number: [] for r in requests}
     parts.engine.add(requests)
     flying: deque[Any] = deque()
-    step = 0
+    step, most = 0, 100 + 4 * sum(r.len_limit for r in requests)
     while scheduler.has_work:
+        if step > most:
+            raise ConformanceFailure(
+                "requests with their lengths",
+                f"request {min(r.number for r in requests if r.ended is None)} hasn't ended after {step} steps",
+                ["the device counts other tokens than the host: rows taken for places in the batch"],
+            )
         for k in sorted((preempt or {}).get(step, ()), reverse=True):
             if k < scheduler.num_running:
                 scheduler._preempt(scheduler._running[k])

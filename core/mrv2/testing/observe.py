@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from mrv2.layers.base import Stream
@@ -97,7 +98,7 @@ def _linear(seen: Observed, name: str, module: Linear | PackedLinear) -> Callabl
 
     def note(given: Tensor, result: Tensor) -> None:
         if isinstance(module, PackedLinear):
-            for part, tensor in zip(module.sizes, result.split(list(module.sizes.values()), -1), strict=True):
+            for part, tensor in zip(module.sizes, torch.split(result, list(module.sizes.values()), -1), strict=True):
                 seen.keep(f"out.{parent}.{part}" if parent else f"out.{part}", tensor)
         else:
             seen.keep(f"in.{name}", given)

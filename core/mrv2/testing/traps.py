@@ -100,7 +100,7 @@ def _rope_layout(d: Difference) -> str:
         return ""
 
     def halves(t: Tensor) -> Tensor:  # pairs side by side, brought to halves
-        return t.unflatten(1, (-1, size // 2, 2)).transpose(2, 3).flatten(1)
+        return t.reshape(len(t), -1, size // 2, 2).transpose(2, 3).flatten(1)
 
     for a, b, how in ((d.got, d.want, "ours"), (d.want, d.got, "the reference's")):
         if d.close(halves(a), b):
@@ -121,8 +121,8 @@ def _rope_layout(d: Difference) -> str:
 
 
 def _lengths(t: Tensor, size: int, how: str) -> Tensor:
-    heads = t.unflatten(1, (-1, size)).square()
-    return (heads.unflatten(2, (2, -1)).sum(2) if how == "halves" else heads.unflatten(2, (-1, 2)).sum(3)).flatten(1)
+    pairs = (2, size // 2) if how == "halves" else (size // 2, 2)
+    return t.square().reshape(len(t), -1, *pairs).sum(2 if how == "halves" else 3).flatten(1)
 
 
 def _norm_offset(d: Difference) -> str:
@@ -132,7 +132,7 @@ def _norm_offset(d: Difference) -> str:
     weight = module.weight.detach().float().cpu()
     if d.got.shape[1] % len(weight):
         return ""
-    plain = d.got.unflatten(1, (-1, len(weight))) / torch.where(weight == 0, 1, weight)
+    plain = d.got.reshape(len(d.got), -1, len(weight)) / torch.where(weight == 0, 1, weight)
     for offset, how in ((1.0, "add one when loading"), (-1.0, "don't add one when loading")):
         if d.close((plain * (weight + offset)).flatten(1), d.want):
             return f"norm offset: the reference's gain is ours {'plus' if offset > 0 else 'minus'} one: {how}"

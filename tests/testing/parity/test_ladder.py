@@ -4,12 +4,11 @@ import json
 import sys
 from dataclasses import replace
 
-import mrv2_adapter_llama  # noqa: F401 - the adapter has to be there
 import numpy as np
 import pytest
 import torch
 
-from mrv2.attn.cpu import CpuAttention
+import mrv2_adapter_llama  # noqa: F401 - the adapter has to be there
 from mrv2.cli.app import run
 from mrv2.frontend.build import EngineConfig, load
 from mrv2.runner.forward import ForwardPass
@@ -37,13 +36,11 @@ def loaded(checkpoint):
 # -- defects: each gets a `monkeypatch` ---------------------------------------------------------------------------
 
 
-def attention_forgets_a_key_head(patch):
-    attend = CpuAttention.attend
+def attention_of_another_scale(patch):
+    from mrv2.attn import cpu
 
-    def wrong(self, q, k, v, **how):
-        return attend(self, q, k, None if v is None else v.flip(1), **how)
-
-    patch.setattr(CpuAttention, "attend", wrong)
+    attend = cpu._attend
+    patch.setattr(cpu, "_attend", lambda q, *rest, **how: attend(q * 0.5, *rest, **how))
 
 
 def async_loses_the_late_token(patch):
@@ -80,7 +77,8 @@ def the_place_in_the_batch_for_the_row(patch):
     write = Runner._write_back
 
     def wrong(self, view, sampled):
-        return write(self, replace(view, rows=torch.arange(len(view.rows), dtype=torch.int32)), sampled)
+        place = torch.arange(len(view.rows), dtype=torch.int32)
+        return write(self, replace(view, rows=torch.where(view.rows < 0, view.rows, place)), sampled)
 
     patch.setattr(Runner, "_write_back", wrong)
 
@@ -101,7 +99,7 @@ def chunks_are_written_off_by_one(patch):
 
 def a_prefix_hit_gets_wrong_blocks(patch):
     hit = KVCacheManager._hit_blocks
-    patch.setattr(KVCacheManager, "_hit_blocks", lambda self, g, hashes: hit(self, g, hashes)[::-1])
+    patch.setattr(KVCacheManager, "_hit_blocks", lambda self, g, hashes: hit(self, g, hashes)[-1:] * len(hashes))
 
 
 def resuming_loses_a_token(patch):
@@ -117,7 +115,7 @@ def resuming_loses_a_token(patch):
 
 
 DEFECTS = {
-    "cpu code": attention_forgets_a_key_head,
+    "cpu code": attention_of_another_scale,
     "async": async_loses_the_late_token,
     "graphs": a_graph_freezes_the_positions,
     "batched": the_place_in_the_batch_for_the_row,

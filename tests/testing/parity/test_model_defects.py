@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - patches are easier to read in one line
 """Models with one defect each, and the module at which `mrv2 parity` has to find it."""
 
 import json
@@ -8,12 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import mrv2_adapter_llama
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mrv2_adapter_llama
 from mrv2.cli.app import run
 from mrv2.errors import TargetError
 from mrv2.frontend.build import EngineConfig, load
@@ -32,8 +33,7 @@ def transform(body):
     code = "def _change(tensors: Any) -> Any:\n    for name, t in tensors:\n        "
     return (
         'class MistralForCausalLM(CausalLM):\n    """Mistral."""\n',
-        f'{code}{body}\n        yield name, t\n\n\nclass MistralForCausalLM(CausalLM):\n    """Mistral."""\n\n'
-        "    weight_map = WeightMap(rename=CausalLM.weight_map.rename, transform=_change)\n",
+        f'{code}{body}\n        yield name, t\n\n\nclass MistralForCausalLM(CausalLM):\n    """Mistral."""\n\n    weight_map = WeightMap(rename=CausalLM.weight_map.rename, transform=_change)\n',
     )
 
 
@@ -103,7 +103,9 @@ def plant(defect, folder):
     assert text.count(old) == 1, f"the sample has it {text.count(old)} times"
     text = text.replace(old, new)
     if "self.last" in new:
-        text = text.replace("        self.mlp = self.feed", "        self.last, self.twice = i == 2, 2.0\n        self.mlp = self.feed")
+        text = text.replace(
+            "        self.mlp = self.feed", "        self.last, self.twice = i == 2, 2.0\n        self.mlp = self.feed"
+        )
     (package / "model.py").write_text(text)
     return package
 
@@ -191,7 +193,7 @@ def test_bounds_go_by_the_coarser_dtype(checkpoint, clean, answer):
 @pytest.mark.parametrize("tensors", [{}, {"0.input_ids": torch.tensor([1])}, {"0.out.a": torch.ones(1)}])
 def test_a_file_without_activations_is_refused(tensors, tmp_path):
     save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(TargetError, match="a.safetensors has no"):
+    with pytest.raises(TargetError, match=r"a\.safetensors has no"):
         of_file(tmp_path / "a.safetensors")
 
 
@@ -222,7 +224,9 @@ def test_a_difference_is_printed_and_drawn(checkpoint, tmp_path, capsys):
 def test_bars_of_values_that_are_no_numbers():
     from mrv2.testing.parity import Point
 
-    lines = bars([Point(name="out.a.0", error=float("inf"), position=0), Point(name="in.a.1", error=0.0, position=-1)], 1e-3)
+    lines = bars(
+        [Point(name="out.a.0", error=float("inf"), position=0), Point(name="in.a.1", error=0.0, position=-1)], 1e-3
+    )
     assert lines[0].startswith("a.0 ")
     assert "beyond the bound" in lines[0]
     assert "#" not in lines[1]
