@@ -93,8 +93,8 @@ def answer(checkpoint):
     return of_transformers(checkpoint, IDS, torch.float32)
 
 
-def plant(defect, folder):
-    package = folder / f"planted_{DEFECTS.index(defect)}"
+def plant(defect, folder, name="planted"):
+    package = folder / f"{name}_{DEFECTS.index(defect)}"
     shutil.copytree(CLEAN, package, ignore=shutil.ignore_patterns("__pycache__", "conformance.json"))
     for file in package.glob("*.py"):
         file.write_text(file.read_text().replace("mrv2_adapter_llama", package.name))
@@ -212,7 +212,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
 
 
 def test_a_difference_is_printed_and_drawn(checkpoint, tmp_path, capsys):
-    package, page = plant(DEFECTS[2], tmp_path), tmp_path / "parity.html"
+    package, page = plant(DEFECTS[2], tmp_path, "drawn"), tmp_path / "parity.html"
     assert run(["parity", str(checkpoint), "--device", "cpu", "--adapter", str(package), "--html", str(page)]) == 1
     out = capsys.readouterr().out
     assert "first difference: model.layers.0.self_attn.attn, position 1" in out
