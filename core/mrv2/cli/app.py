@@ -80,6 +80,15 @@ COMMANDS: Mapping[str, Command] = {
         ("mrv2 check acme --html report.html", "mrv2 check ./acme --require L2 --junit junit.xml --record"),
         wrong="a check failed, or a required level didn't run",
     ),
+    "parity": Command(
+        "mrv2.cli.parity:command",
+        "Compare a model with a reference module by module, or with itself in ever more of the ways it is served.",
+        (
+            "mrv2 parity ./model --html parity.html",
+            "mrv2 parity ./model --ladder",
+        ),
+        wrong="something differs",
+    ),
     "generate": Command(
         "mrv2.cli.generate:command",
         "Generate text with a model on this machine.",

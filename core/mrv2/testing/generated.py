@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
 from mrv2.runner.request import Request
@@ -13,6 +13,7 @@ from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams
 from mrv2.testing.bench import run_alone
 from mrv2.testing.compare import describe, greedy_pair, require_close
+from mrv2.testing.results import ConformanceFailure
 from mrv2.testing.subject import Case
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
@@ -29,7 +30,16 @@ class Generated:
     cached: int
 
 
-def engine(loaded: LoadedModel, case: Case, **settings: Any) -> EngineParts:
+class OnDevice(Protocol):
+    """What `engine` needs to know of a `Case`."""
+
+    @property
+    def device(self) -> str:
+        """Where the model is: "cpu" or "cuda"."""
+        ...
+
+
+def engine(loaded: LoadedModel, case: OnDevice, **settings: Any) -> EngineParts:
     """An engine for a few small requests, whose cache holds NaN wherever nobody has written since it was handed out."""
     defaults = {"max_num_seqs": 4, "max_num_tokens": 64, "max_model_len": 64, "block_size": 4, "graphs": False}
     defaults["kv_memory"] = 1 << 26  # so that nothing is measured
@@ -57,7 +67,7 @@ def _poison(parts: EngineParts) -> None:
 def generate(
     parts: EngineParts,
     prompts: Sequence[Sequence[int]],
-    n: int = 8,
+    n: int | Sequence[int] = 8,
     *,
     options: Sequence[Mapping[str, Any]] = ({},),
     params: Sequence[SamplingParams] = (GREEDY,),
@@ -69,22 +79,32 @@ def generate(
     Args:
         parts: from `engine`; may have run before.
         prompts: token ids.
-        n: tokens of each.
+        n: tokens of each, in turn if there are several numbers.
         options: `extra_args`, in turn.
         params: in turn.
         depth: steps in flight.
         preempt: before which step, and whom, by order of arrival.
+
+    Raises:
+        ConformanceFailure: requests don't end.
     """
     scheduler, runner = parts.engine.scheduler, parts.engine._runner
     requests: list[Request] = []
+    lens = (n,) if isinstance(n, int) else n
     for i, prompt in enumerate(prompts):
-        chosen = replace(params[i % len(params)], max_tokens=n, extra_args=options[i % len(options)])
+        chosen = replace(params[i % len(params)], max_tokens=lens[i % len(lens)], extra_args=options[i % len(options)])
         requests.append(parts.intake.request(f"{scheduler._step_id}-{i}", list(prompt), chosen))
     got: dict[int, list[float]] = {r.number: [] for r in requests}
     parts.engine.add(requests)
     flying: deque[Any] = deque()
-    step = 0
+    step, most = 0, 100 + 4 * sum(r.len_limit for r in requests)
     while scheduler.has_work:
+        if step > most:
+            raise ConformanceFailure(
+                "requests with their lengths",
+                f"request {min(r.number for r in requests if r.ended is None)} hasn't ended after {step} steps",
+                ["the device counts other tokens than the host: rows taken for places in the batch"],
+            )
         for k in sorted((preempt or {}).get(step, ()), reverse=True):
             if k < scheduler.num_running:
                 scheduler._preempt(scheduler._running[k])

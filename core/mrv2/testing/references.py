@@ -106,7 +106,7 @@ def recorded_reference(file: str | Path) -> Callable[[Path], Answer]:
     """
 
     def recorded(folder: Path) -> Answer:
-        tensors = _read(Path(file))
+        tensors = read_tensors(Path(file), where="recorded_reference")
         names = [n.removesuffix(".input_ids") for n in tensors if n.endswith(".input_ids")]
         bad = [n for n in names if f"{n}.logits" not in tensors or len(tensors[f"{n}.logits"]) != len(_ids(tensors, n))]
         if not names or bad:
@@ -133,7 +133,12 @@ def _ids(tensors: Mapping[str, Tensor], name: str) -> list[int]:
     return ids
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path, *, where: str) -> dict[str, Tensor]:
+    """All tensors of a `.safetensors` or `.npz` file.
+
+    Raises:
+        TargetError: it can't be read.
+    """
     try:
         if file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as arrays:
@@ -144,7 +149,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # of the system, of NumPy, of safetensors
         raise TargetError(
             f"{file} can't be read: {type(error).__name__}: {error}",
-            where="recorded_reference",
+            where=where,
             fix="give a .safetensors or .npz file",
         ) from error
     return tensors

@@ -89,10 +89,6 @@ def _printable(text: str) -> str:
 
 def to_html(report: Report) -> str:
     """One file: styles and pictures are in it."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(template_folder())
-    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pictures = [
         {
             "config": r.config,
@@ -106,10 +102,17 @@ def to_html(report: Report) -> str:
     suites: dict[str, list[Result]] = {}
     for result in report.results:
         suites.setdefault(result.suite, []).append(result)
-    return jinja.get_template("report.html.jinja").render(
-        report=report,
-        suites=suites,
-        pictures=pictures,
+    return render("report.html.jinja", report=report, suites=suites, pictures=pictures)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of ours, with where and when it was made."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(template_folder())
+    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja.get_template(template).render(
+        **values,
         version=__version__,
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         environment=environment(Level.GPU),

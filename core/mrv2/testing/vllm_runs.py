@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,8 @@ def check_in_vllm(case: Case, run: VllmRun) -> None:
     longest = min(room, case.model_config.max_model_len or room) - run.n
     prompts = case.prompts([min(length, longest) for length in run.lens], seed=32)
     options = [dict(case.option(i)) for i in range(len(prompts))]
-    found = _in_child(case, run, prompts, options)
+    local = [a for a in case.subject.adapters if is_path(a)]
+    found = run_in_child(str(case.folder), case.model_config.architecture, run, prompts, options, local=local)
     causes = [
         "a kernel or an input relies on something that only the native host does: see the suites above for both",
         "a window, a state or a scale is left to vLLM's own default",
@@ -97,12 +98,34 @@ def _want(case: Case, ids: list[int], options: Mapping[str, Any]) -> torch.Tenso
     return run_alone(case.loaded, ids, options, device=case.device)
 
 
-def _in_child(case: Case, run: VllmRun, prompts: list[list[int]], options: list[dict[str, Any]]) -> Any:
+def run_in_child(
+    model: str,
+    architecture: str,
+    run: VllmRun,
+    prompts: list[list[int]],
+    options: list[dict[str, Any]],
+    *,
+    local: Sequence[str] = (),
+) -> Any:
+    """Tokens and log-probabilities of each prompt in each turn.
+
+    Args:
+        model: the checkpoint's folder.
+        architecture: as the checkpoint says.
+        run: settings.
+        prompts: token ids.
+        options: `extra_args` of each.
+        local: adapters that aren't installed.
+
+    Raises:
+        NotRun: it was too slow.
+        ConformanceFailure: vLLM ended with an error.
+    """
     with tempfile.TemporaryDirectory(prefix="mrv2-vllm-") as folder:
         out = Path(folder) / "out.json"
         job = {
-            "model": str(case.folder),
-            "architecture": case.model_config.architecture,
+            "model": model,
+            "architecture": architecture,
             "prompts": prompts,
             "options": options,
             "n": run.n,
@@ -110,7 +133,6 @@ def _in_child(case: Case, run: VllmRun, prompts: list[list[int]], options: list[
             "settings": dict(run.settings),
             "out": str(out),
         }
-        local = [a for a in case.subject.adapters if is_path(a)]
         env = os.environ | _environment(folder, local)
         (Path(folder) / "job.json").write_text(json.dumps(job))
         log = Path(folder) / "log"
@@ -155,7 +177,7 @@ def _cause(said: str) -> str:
     return (ours or errors or lines)[-1].partition(ERROR_MARK)[2] or (ours or errors or lines)[-1]
 
 
-def _environment(folder: str, local: list[str]) -> dict[str, str]:
+def _environment(folder: str, local: Sequence[str]) -> dict[str, str]:
     """What vLLM reads when it is imported. On a CPU its Triton kernels are interpreted."""
     # Configs are pickled on their way to workers, so the package of a local adapter has to be found by its name there.
     folders = [p or os.getcwd() for p in sys.path] + [str(Path(adapter).parent) for adapter in local]

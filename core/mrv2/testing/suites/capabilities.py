@@ -129,6 +129,6 @@ def prefixes_that_pass_are_declared(case: Case) -> None:
 def graphs_that_pass_are_declared(case: Case) -> None:
     """`cuda_graphs` is declared if steps may be replayed, or stated as `no`."""
     _undeclared(case, Capability.CUDA_GRAPHS)
-    if reason := refuses_graphs(case):
+    if reason := refuses_graphs(case.loaded, case.device):
         raise NotApplicable(reason)
     _must_fail(case, Capability.CUDA_GRAPHS, lambda: frozen(case))

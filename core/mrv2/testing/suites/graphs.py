@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mrv2.frontend.build import LoadedModel
 from mrv2.layers.custom import CacheHandle
 from mrv2.manifest import Capability
 from mrv2.model_state.graphs import GraphSupport
@@ -19,12 +20,12 @@ CAUSES = (
 )
 
 
-def refuses_graphs(case: Case) -> str:
+def refuses_graphs(loaded: LoadedModel, device: str) -> str:
     """What of the model says that its steps can't be captured; empty: nothing."""
-    state = Bench(case.loaded, device=case.device).state
+    state = Bench(loaded, device=device).state
     if state.graph_support() is GraphSupport.NEVER:
         return f"{type(state).__qualname__}.graph_support() says NEVER"
-    kernels = (m for m in case.loaded.module.modules() if isinstance(m, CacheHandle))
+    kernels = (m for m in loaded.module.modules() if isinstance(m, CacheHandle))
     return next((f"the kernel of {m.name} has capturable=False" for m in kernels if not m.capturable), "")
 
 
@@ -36,7 +37,7 @@ def replayed_steps(case: Case) -> None:
     """
     if not case.subject.offers(Capability.CUDA_GRAPHS):
         raise NotApplicable("cuda_graphs isn't declared")
-    if reason := refuses_graphs(case):
+    if reason := refuses_graphs(case.loaded, case.device):
         raise ConformanceFailure(
             "what adapter.toml declares with what the model says",
             f"cuda_graphs is declared, and {reason}",

@@ -1,0 +1,1 @@
+"""Files to be copied into other repositories: each stands alone."""
