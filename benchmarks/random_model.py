@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from mrv2.config import load_model_config
-from mrv2.frontend.build import LoadedModel
-from mrv2.layers.native import NativeLayers
-from mrv2.loader.load import build_model
-from mrv2.model_state.default import DefaultModelState
-from mrv2.registry import Registry
+from mrv2.frontend.build import EngineConfig, LoadedModel, load
 
 SHAPE = {
     "vocab_size": 151936,
@@ -31,31 +27,13 @@ SHAPE = {
 TINY = SHAPE | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 
 
+def write_config(shape: dict[str, Any], folder: Path) -> str:
+    """A folder from which `weights="random"` makes the model."""
+    transformers.Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    return str(folder)
+
+
 def make_model(shape: dict[str, Any], device: torch.device, folder: Path) -> LoadedModel:
-    """The model with random weights, and a tokenizer with as many tokens."""
-    config = transformers.Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
-    config.save_pretrained(folder)
-    registry = Registry.discover()
-    model_config = load_model_config(folder, registry)
-    adapter = registry.resolve(model_config.architecture)
-    layers = NativeLayers()
-    module = build_model(model_config, adapter, layers, device=device, dtype=torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.ndim == 1:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-    layers.finalize(module)
-    return LoadedModel(
-        name="random",
-        module=module,
-        caches=layers.caches,
-        rope_fixed_up_to=None,
-        state_class=DefaultModelState,
-        config=model_config,
-        tokenizer=None,
-        adapter=adapter.name,
-        chunked_prefill=True,
-        prefix_caching=False,
-    )
+    """The model, for engines that share no prefixes."""
+    config = EngineConfig(device=str(device), dtype="bfloat16", weights="random")
+    return replace(load(write_config(shape, folder), config), prefix_caching=False)

@@ -25,13 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import SHAPE, TINY, make_model
+from random_model import SHAPE, TINY, make_model, write_config
 from timing import environment
 
 import mrv2.frontend.llm
@@ -83,25 +81,11 @@ def measure_profile(model: LoadedModel, batch: int, device: torch.device, graphs
 # -- requests ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def random_weights(shape: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """`LLM()` builds the model with random weights, whatever it is called."""
-    load = mrv2.frontend.llm.load
-
-    def make(*_: object) -> LoadedModel:
-        with tempfile.TemporaryDirectory() as folder:
-            return make_model(shape, device, Path(folder))
-
-    mrv2.frontend.llm.load = make  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mrv2.frontend.llm.load = load
-
-
 def make_llm(args: argparse.Namespace) -> LLM:
-    with random_weights(TINY if args.tiny else SHAPE, torch.device(args.device)):
-        return LLM("random", device=args.device, graphs=None if args.graphs else False, **SETTINGS)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(TINY if args.tiny else SHAPE, Path(folder))
+        graphs = None if args.graphs else False
+        return LLM(model, weights="random", dtype="bfloat16", device=args.device, graphs=graphs, **SETTINGS)
 
 
 def timed(llm: LLM, prompt_lens: list[int], new: list[int], temperature: float, rng: random.Random) -> float:
@@ -167,17 +151,16 @@ def ready_once(args: argparse.Namespace, imported: float) -> dict[str, Any]:
     """In a process of its own."""
     marks: dict[str, float] = {}
     start = time.perf_counter()
-    with random_weights(TINY if args.tiny else SHAPE, torch.device(args.device)):
-        make = mrv2.frontend.llm.load
+    make = mrv2.frontend.llm.load
 
-        def loaded(*a: Any) -> LoadedModel:
-            model = make(*a)
-            marks["weights_s"] = time.perf_counter() - start
-            return model
+    def loaded(*a: Any) -> LoadedModel:
+        model = make(*a)
+        marks["weights_s"] = time.perf_counter() - start
+        return model
 
-        mrv2.frontend.llm.load = loaded  # type: ignore[assignment]
-        llm = LLM("random", device=args.device, graphs=None if args.graphs else False, **SETTINGS)
-        mrv2.frontend.llm.load = make
+    mrv2.frontend.llm.load = loaded  # type: ignore[assignment]
+    llm = make_llm(args)
+    mrv2.frontend.llm.load = make
     if args.device == "cuda":
         torch.cuda.synchronize()
     marks["ready_s"] = time.perf_counter() - start
