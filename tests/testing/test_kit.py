@@ -23,10 +23,10 @@ from mrv2.testing import (
     run_checks,
     tiny_config,
 )
-from mrv2.testing.check import Report
+from mrv2.testing.check import Job, Report, run_job
 from mrv2.testing.record import read_record, record_path, stale, standing, write_record
 from mrv2.testing.reports import picture, to_dict, to_html, to_junit
-from mrv2.testing.results import summarize, up_to
+from mrv2.testing.results import Check, summarize, up_to
 from mrv2.testing.suites import all_checks
 
 HERON = Path(__file__).parent / "mutants" / "heron"
@@ -254,6 +254,24 @@ def test_reports_in_every_form():
     assert not any(word in html for word in ("http://", "https://", "<script", "src="))
     drawn = ElementTree.fromstring(picture(LAYERS["layers"], LAYERS["errors"], 1e-3))
     assert [c.get("class") for c in drawn.iter("circle")] == ["good", "bad"]
+
+
+@pytest.mark.parametrize(("given", "variable", "expected"), [(None, None, 1), (HERON, None, 3), (None, "3", 3)])
+def test_small_models_run_in_one_thread(given, variable, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        one = Check(
+            suite="static", name="threads", levels=(Level.CPU,), whole=True,
+            function=lambda subject: seen.append(torch.get_num_threads()),
+        )  # fmt: skip
+        done = run_job(Subject(str(HERON), Target(checkpoint=given)), Job(check=one, level=Level.CPU, config=""))
+        assert (done.outcome, seen, torch.get_num_threads()) == (Outcome.PASSED, [expected], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_every_check_says_what_it_checks():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -120,11 +122,34 @@ def call(subject: Subject, job: Job) -> Any:
     """
     if reason := job.missing():
         raise NotRun(reason)
-    if job.check.whole:
-        return job.check.function(subject)
-    if not job.config:
-        raise NotRun(NO_TARGET)
-    return job.check.function(subject.case(job.config, job.level))
+    with _one_thread(subject):
+        if job.check.whole:
+            return job.check.function(subject)
+        if not job.config:
+            raise NotRun(NO_TARGET)
+        return job.check.function(subject.case(job.config, job.level))
+
+
+@contextlib.contextmanager
+def _one_thread(subject: Subject) -> Iterator[None]:
+    """One thread of torch, as OMP_NUM_THREADS=1: several spend their time waiting for each other on tensors as small as
+    those of test configs, five times as much as the work takes. A checkpoint that was given may be large and keeps
+    them, and who sets the variable knows better.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        small = subject.given_checkpoint is None and "OMP_NUM_THREADS" not in os.environ
+    except Mrv2Error:  # of the target, which the checks that need it report
+        small = True
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(threads)
 
 
 def _outcome(subject: Subject, job: Job) -> tuple[Outcome, str, Any]:
