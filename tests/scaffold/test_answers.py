@@ -246,6 +246,13 @@ def test_a_folder_that_can_not_be_written(capsys, tmp_path, monkeypatch):
     assert "can't be written" in refused(capsys, "acme", "--kind", "decoder")
 
 
+def test_a_folder_that_is_gone(capsys, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the current folder" in refused(capsys, "acme", "--kind", "decoder")
+
+
 @pytest.mark.parametrize("option", ["kind", "ci", "license"])
 def test_an_unknown_value_lists_those_that_are_known(option, capsys):
     given_ = {"kind": "decoder"} | {option: "drafter"}
@@ -373,6 +380,15 @@ def test_a_file_that_holds_no_config_is_refused(text, capsys):
     if text is not None:
         Path("config.json").write_bytes(text.encode("latin-1"))
     assert "MRV2-501" in refused(capsys, "acme", "--kind", "decoder", "--from-config", "config.json")
+
+
+def test_keys_that_no_file_can_hold_are_escaped_and_many_are_counted(capsys):
+    odd = {"\ud800": 1, "two\nlines": 2} | {f"key{i:02}": i for i in range(40)}
+    files, open_ = scaffolded(capsys, **OWN | odd)
+    (unread,) = [point for point in open_ if "nothing reads them" in point]
+    assert r"`\ud800`, `two\nlines`, `key00`" in unread
+    assert unread.endswith("`key21` and 18 more: nothing reads them yet")
+    assert unread in files["README.md"]
 
 
 JSON = st.recursive(

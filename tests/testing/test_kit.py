@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from mrv2.errors import OverrideError, RecordError, TargetError
+from mrv2.errors import LocalAdapterError, OverrideError, RecordError, TargetError
 from mrv2.testing import (
     AdapterConformance,
     Level,
@@ -27,6 +27,7 @@ from mrv2.testing.check import Job, Report, run_job
 from mrv2.testing.record import read_record, record_path, stale, standing, write_record
 from mrv2.testing.reports import picture, to_dict, to_html, to_junit
 from mrv2.testing.results import Check, summarize, up_to
+from mrv2.testing.subject import find_adapter
 from mrv2.testing.suites import all_checks
 
 HERON = Path(__file__).parent / "mutants" / "heron"
@@ -350,6 +351,45 @@ def test_check_fails_by_name_and_asks_for_levels(heron):
         done = mrv2("check", HERON, *wrong)
         assert done.returncode == 2
         assert "MRV2-500" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[project",
+        b"\xff",
+        b"project = [1]",
+        b"[project]\nentry-points = 3",
+        b"[project.entry-points]\n'mrv2.adapters' = 1",
+    ],
+)
+def test_a_project_file_that_is_none(text, tmp_path):
+    (tmp_path / "pyproject.toml").write_bytes(text)
+    with pytest.raises(LocalAdapterError, match=r"can't be read|declares no adapter"):
+        find_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_not_the_current_folder(name, heron, monkeypatch):
+    monkeypatch.chdir(heron("heron_here"))
+    with pytest.raises(LocalAdapterError, match="empty"):
+        find_adapter(name)
+
+
+@pytest.mark.parametrize(("text", "says"), [(b"print 'x'\n", "old.py:1: SyntaxError"), (b"x = '\xe9'\n", "old.py")])
+def test_a_file_that_is_not_python_is_named(text, says, heron):
+    folder = heron(f"heron_old{len(text)}")
+    (folder / "old.py").write_bytes(text)
+    (folder / "nowhere.py").symlink_to("absent.py")
+    report = run_checks(Subject(str(folder)), levels=[Level.STATIC], suites=["static"])
+    (failed,) = report.failures
+    assert says in failed.message.splitlines()[1]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "a\n", ""])
+def test_names_of_configs_are_names_of_files(name):
+    with pytest.raises(TargetError):
+        Target(configs={name: None})
 
 
 def test_a_project_folder_and_a_single_file(heron, tmp_path):

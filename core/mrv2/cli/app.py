@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import json
 import os
 import sys
@@ -200,6 +201,9 @@ def _root(version: _Version = False) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. All errors of users end here."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is escaped, never an error
+            stream.reconfigure(errors="backslashreplace")
     if not argv:
         run(["--help"])
         return 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mrv2.cli.options import Json, complete_names
+from mrv2.cli.output import indent, print_json, require_writable, write_text
 from mrv2.errors import CommandLineError
 
 if TYPE_CHECKING:
@@ -59,8 +60,11 @@ def command(
     """Check one adapter; exit code 1 when something fails, or a required level didn't run."""
     _among("--require", [require] if require else [], LEVELS)
     _among("--level", level or [], LEVELS)
+    require_writable(junit, option="mrv2 check --junit")
+    require_writable(html, option="mrv2 check --html")
+    if junit is not None and html is not None and junit.absolute() == html.absolute():
+        raise CommandLineError(f"both write {html}", where="mrv2 check --junit, --html", fix="give two files")
 
-    from mrv2.cli.output import print_json
     from mrv2.loading import stdout_to_stderr
     from mrv2.testing.record import write_record
     from mrv2.testing.results import Level, up_to
@@ -80,16 +84,19 @@ def command(
         report = _run(subject, levels, suite, quiet=json)
     if suite and not require:  # such levels as these suites have
         wanted = tuple(one for one in wanted if any(result.level is one for result in report.results))
-    _write(report, junit, html)
     if json:
         from mrv2.testing.reports import to_dict
 
         print_json(to_dict(report) | {"required": [str(one) for one in wanted], "passes": report.passes(wanted)})
     else:
         _print(report, wanted)
-    if record and not report.failures:
-        path = write_record(subject.entry, report)
-        print(f"recorded in {path}", file=sys.stderr if json else sys.stdout)
+    sys.stdout.flush()  # whatever comes of the files
+    _write(report, junit, html)
+    if record:
+        what = "nothing recorded, since something failed"
+        if not report.failures:
+            what = f"recorded in {write_record(subject.entry, report)}"
+        print(what, file=sys.stderr if json else sys.stdout)
     return 0 if report.passes(wanted) else 1
 
 
@@ -130,20 +137,13 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[Result], None]]:
 def _write(report: Report, junit: Path | None, html: Path | None) -> None:
     from mrv2.testing import reports
 
-    for path, make in ((junit, reports.to_junit), (html, reports.to_html)):
-        if path is not None:
-            text = make(report)
-            try:
-                path.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise CommandLineError(
-                    f"{path} can't be written: {error.strerror}", where="mrv2 check", fix="give another file"
-                ) from error
+    if junit is not None:
+        write_text(junit, reports.to_junit(report), option="mrv2 check --junit")
+    if html is not None:
+        write_text(html, reports.to_html(report), option="mrv2 check --html")
 
 
 def _print(report: Report, wanted: Collection[Level]) -> None:
-    from mrv2.cli.output import indent
-
     configs = list(dict.fromkeys(r.config for r in report.results if r.config))
     print(f"{report.adapter} {report.version}; configs: {', '.join(configs) or 'none'}; reference: {report.reference}")
     for n, result in enumerate(report.failures):

@@ -76,7 +76,7 @@ def command(
     found = read_config(from_config, kind) if from_config is not None else None
     given |= _names(name, found, owners)
     context = answers.complete(given)
-    folder, files = write_project(context, Path.cwd())
+    folder, files = write_project(context, _here())
     notes = list(context["_from_config"]["open"])
     if json:
         from mrv2.cli.output import print_json
@@ -88,6 +88,17 @@ def command(
         print("\nWhat config.json says, and the generated code doesn't do yet (also in README.md):")
         print("\n".join(f"- {note}" for note in notes))
     print(f'\nNext:\n  cd {folder.name}\n  pip install -e ".[dev]"\n  pytest\n  mrv2 check {name}')
+
+
+def _here() -> Path:
+    from mrv2.errors import ScaffoldError
+
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise ScaffoldError(
+            f"the current folder can't be used: {error.strerror}", where="mrv2 new-adapter", fix="go to another folder"
+        ) from error
 
 
 def _check_free(name: str) -> dict[str, str]:

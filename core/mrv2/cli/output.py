@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from mrv2.errors import CommandLineError
 
 
 def print_json(value: object) -> None:
@@ -37,3 +41,40 @@ def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def indent(text: str) -> str:
     """Text under a heading."""
     return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def require_writable(path: Path | None, *, option: str) -> None:
+    """Refuse a file that can't be written before the work for it begins.
+
+    Args:
+        path: given by the user; None: none.
+        option: that it was given with.
+
+    Raises:
+        CommandLineError: its folder isn't there, or the system refuses to write.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder", option)
+    if not folder.is_dir():
+        raise _unwritable(path, f"{folder} is no folder", option)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise _unwritable(path, "permission denied", option)
+
+
+def write_text(path: Path, text: str, *, option: str) -> None:
+    """Write a file that the user named; characters that UTF-8 doesn't have are escaped.
+
+    Raises:
+        CommandLineError: the system refuses.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise _unwritable(path, str(error.strerror), option) from error
+
+
+def _unwritable(path: Path, why: str, option: str) -> CommandLineError:
+    return CommandLineError(f"{path} can't be written: {why}", where=option, fix="give another file")

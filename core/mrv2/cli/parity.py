@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mrv2.cli.options import Adapters, Json
+from mrv2.cli.output import print_json, require_writable, write_text
 from mrv2.errors import CommandLineError
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def command(
         raise CommandLineError(
             "--ladder compares the model with itself", where="mrv2 parity", fix="leave out --reference, --names, --html"
         )
+    require_writable(html, option="mrv2 parity --html")
+
     from mrv2.loading import stdout_to_stderr
 
     with stdout_to_stderr():
@@ -80,15 +83,14 @@ def command(
         return _climb(loaded, device, adapter or [], seed, json=json)
     with stdout_to_stderr():
         parity = _compare(loaded, device, _open(reference, loaded, tokens, seed), names)
-    if html is not None:
-        _write(parity, html)
     if json:
-        from mrv2.cli.output import print_json
         from mrv2.testing.parity import to_dict
 
         print_json(to_dict(parity))
     else:
         _print(parity)
+    if html is not None:
+        _write(parity, html)
     return 1 if parity.first is not None else 0
 
 
@@ -135,12 +137,7 @@ def _write(parity: Parity, html: Path) -> None:
     depth = parity.depth
     svg = picture([p.module for p in depth], [p.error for p in depth], parity.bound)
     text = render("parity.html.jinja", parity=parity, svg=svg)
-    try:
-        html.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandLineError(
-            f"{html} can't be written: {error.strerror}", where="mrv2 parity", fix="give another file"
-        ) from error
+    write_text(html, text, option="mrv2 parity --html")
 
 
 def _print(parity: Parity) -> None:
@@ -185,8 +182,6 @@ def _climb(loaded: LoadedModel, device: str, adapters: list[str], seed: int, *, 
         rungs = climb(loaded, device=device, adapters=local, seed=seed, on_rung=show)
     fell = next((r for r in rungs if r.outcome is Outcome.FAILED), None)
     if json:
-        from mrv2.cli.output import print_json
-
         found = [{"rung": r.rung, "switch": r.switch, "outcome": r.outcome.value, "message": r.message} for r in rungs]
         print_json({"model": loaded.name, "first": None if fell is None else fell.rung, "rungs": found})
     elif fell is not None:

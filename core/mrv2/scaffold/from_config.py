@@ -188,5 +188,15 @@ def _unread(text: Mapping[str, Any], wanted: Mapping[str, object]) -> list[str]:
     return [f"{_listed(keys)}: nothing reads {'it' if len(keys) == 1 else 'them'} yet"] if keys else []
 
 
+MOST = 24
+"""Keys of one sentence."""
+
+
 def _listed(keys: list[str]) -> str:
-    return ", ".join(f"`{key[:60]}`" for key in keys)
+    more = f" and {len(keys) - MOST} more" if len(keys) > MOST else ""
+    return ", ".join(f"`{_shown(key)}`" for key in keys[:MOST]) + more
+
+
+def _shown(key: str) -> str:
+    """On one line, and in characters that a file can hold."""
+    return "".join(c if c.isprintable() else c.encode("unicode-escape").decode() for c in key[:60])

@@ -42,6 +42,8 @@ def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
     Raises:
         Mrv2Error: it is no adapter.
     """
+    if not argument.strip():
+        raise LocalAdapterError("its name is empty", where="NAME|PATH|FILE", fix="give a name, a folder or a file")
     installed = not is_path(argument) and any(e.is_called(argument) for e in Registry.discover().entries)
     if not installed and (is_path(argument) or Path(argument).is_dir()):
         argument = str(_package_in(Path(argument).resolve()))
@@ -54,9 +56,16 @@ def _package_in(path: Path) -> Path:
     project = path / "pyproject.toml"
     if (path / "__init__.py").exists() or not project.is_file():
         return path
-    table = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
-    points = table.get("entry-points", {}).get("mrv2.adapters", {})
-    modules = [str(point).partition(":")[0].replace(".", "/") for point in points.values()]
+    try:
+        found: Any = tomllib.loads(project.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LocalAdapterError(
+            f"pyproject.toml can't be read: {error}", where=str(project), fix="correct it, or give the package's folder"
+        ) from error
+    for key in ("project", "entry-points", "mrv2.adapters"):
+        found = found.get(key) if isinstance(found, dict) else None
+    points = found.values() if isinstance(found, dict) else ()
+    modules = [str(point).partition(":")[0].replace(".", "/") for point in points]
     for folder in (path / root / module for module in modules for root in ("src", ".")):
         if (folder / "__init__.py").exists():
             return folder.resolve()

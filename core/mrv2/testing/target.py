@@ -53,6 +53,9 @@ class Target:
     def __post_init__(self) -> None:
         if not isinstance(self.configs, Mapping) or not all(isinstance(n, str) and n for n in self.configs):
             raise TargetError(f"configs is {self.configs!r}", where="Target", fix="give a dict: name to config")
+        odd = [n for n in self.configs if Path(n).name != n or n == ".." or not n.isprintable()]
+        if odd:
+            raise TargetError(f"a config is called {odd[0]!r}", where="Target", fix="give names that files can have")
         if self.reference is not None and not callable(self.reference):
             raise TargetError(
                 f"reference is {self.reference!r}",

@@ -47,7 +47,7 @@ def imports(subject: Subject) -> None:
     `mrv2.layers`, `mrv2.kernels` and, in tests, `mrv2.testing`; tell us what is missing there.
     """
     for file in source_files(subject):
-        for module, line in _imports(ast.parse(file.read_text(encoding="utf-8"))):
+        for module, line in _imports(_parsed(file)):
             foreign = module.partition(".")[0] in HOSTS
             if foreign or (module.partition(".")[0] == "mrv2" and not PUBLIC.fullmatch(module)):
                 raise ConformanceFailure(
@@ -62,7 +62,19 @@ def source_files(subject: Subject) -> list[Path]:
     entry = subject.entry
     path = Path(entry.manifest_path or entry.source)
     files = [path] if path.suffix == ".py" else sorted(path.parent.rglob("*.py"))
-    return [f for f in files if "tests" not in f.relative_to(path.parent).parts]
+    return [f for f in files if f.is_file() and "tests" not in f.relative_to(path.parent).parts]
+
+
+def _parsed(file: Path) -> ast.AST:
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConformanceFailure(
+            "imports of the adapter's package with what adapters may import",
+            f"{file}{line}: {describe(error)}",
+            ["a file that nothing imports: delete it, or correct it"],
+        ) from error
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
