@@ -30,6 +30,7 @@ from mrv2.testing.checkpoints import make_checkpoint, write_random
 from mrv2.testing.references import Answer, answer_of
 from mrv2.testing.results import Level, NotApplicable, NotRun
 from mrv2.testing.target import MIN_CONTEXT, Target, Tolerances
+from mrv2.testing.torch_settings import Settings, torch_settings
 
 
 def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
@@ -89,6 +90,7 @@ class Subject:
         self._given = target or Target()
         self._folder = tempfile.TemporaryDirectory(prefix="mrv2-conformance-")
         self._cases: dict[tuple[str, Level], Case] = {}
+        self._before = torch_settings()
 
     @cached_property
     def _found(self) -> tuple[Registry, AdapterEntry, str]:
@@ -113,6 +115,12 @@ class Subject:
     def adapter(self) -> LoadedAdapter:
         """The adapter, imported."""
         return self.registry.load(self.entry)
+
+    @property
+    def settings_before(self) -> Settings:
+        """Torch's, before the adapter was imported, which it is now."""
+        assert self.target is not None
+        return self._before
 
     @property
     def folder(self) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrv2.errors import Mrv2Error
 from mrv2.testing import Level, Outcome, Subject, run_checks
@@ -48,7 +49,28 @@ MUTANTS = [
         "an input that forward doesn't take", "static", MODEL,
         "ctx: StepContext, gain: Tensor)", "ctx: StepContext, gains: Tensor)", "doesn't take gain",
     ),
+    Mutant(
+        "a setting of the process", "static", HOOKS, "import mrv2\n",
+        'import torch\n\nimport mrv2\n\ntorch.set_float32_matmul_precision("high")\n',
+        "precision of float32 matmuls: highest, and then high",
+    ),
     # -- weights
+    Mutant(
+        "hidden states of another dtype", "weights", MODEL, "lambda x: x * self.final_scale",
+        "lambda x: x.bfloat16()", "of torch.bfloat16, expected a tensor",
+    ),
+    Mutant(
+        "hidden states cut off", "weights", MODEL, "        return ctx.finish(self.norm, h, lambda x: x * self.final_scale)",
+        "        return ctx.finish(self.norm, h)[:, 1:]", "expected a tensor",
+    ),
+    Mutant(
+        "no number", "weights", MODEL, "lambda x: x * self.final_scale", "lambda x: x * (x - 10).sqrt()",
+        "position 0: not a number",
+    ),
+    Mutant(
+        "a seed in forward", "weights", MODEL, "        scale = self.embed_scale * (1",
+        "        torch.manual_seed(20)\n        scale = self.embed_scale * (1", "and then 20",
+    ),
     Mutant(
         "norms read as they are stored", "weights", MODEL,
         "            tensor = tensor + 1\n", "            pass\n", "norms: weights stored as an offset from one",
@@ -332,6 +354,14 @@ def test_the_clean_sample_passes_everything():
     assert kinds == {suite.replace("_", "-") for suite in SUITES}
     missing = {r.message for r in report.results if r.outcome is Outcome.NOT_APPLICABLE}
     assert all(m.startswith("adapter.toml says") for m in missing), missing
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    before, seed = torch.get_float32_matmul_precision(), torch.initial_seed()
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.manual_seed(seed)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.suite}: {m.name}")

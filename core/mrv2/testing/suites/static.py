@@ -17,6 +17,7 @@ from mrv2.loading import describe, raised_at
 from mrv2.manifest import Capability, Support
 from mrv2.testing.results import ConformanceFailure, Level, check
 from mrv2.testing.subject import Case, Subject
+from mrv2.testing.torch_settings import require_unchanged
 
 PUBLIC = re.compile(r"mrv2(\.(layers|kernels|testing)(\..*)?)?")
 """All of this package that an adapter may import."""
@@ -83,6 +84,15 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module, node.lineno
+
+
+@check(Level.STATIC, whole=True)
+def settings_of_torch(subject: Subject) -> None:
+    """Importing the package changes no setting of torch.
+
+    They are the process's: its other models would compute otherwise, and so would the suites.
+    """
+    require_unchanged(subject.settings_before, by="the adapter was imported and asked for its target")
 
 
 @check(Level.STATIC)
