@@ -91,7 +91,7 @@ def command(
         _print(parity)
     if html is not None:
         _write(parity, html)
-    return 1 if parity.first is not None else 0
+    return 1 if parity.first is not None or parity.misshapen else 0
 
 
 def _load(model: str, dtype: str, device: str, adapters: list[str]) -> tuple[LoadedModel, str]:
@@ -150,7 +150,7 @@ def _print(parity: Parity) -> None:
     print("\n".join(bars(parity.depth, parity.bound)))
     first = parity.first
     if first is None:
-        print(f"\nall {len(parity.points)} points agree")
+        print(f"\nall {len(parity.points)} points{' of the same shape' if parity.misshapen else ''} agree")
     else:
         points = list(parity.points)
         at = points.index(first)
@@ -159,9 +159,10 @@ def _print(parity: Parity) -> None:
         print(f"\nfirst difference: {first.label}, position {first.position}: {first.error:.3g}")
         print("likely causes, in this order:")
         print("\n".join(f"  {n}. {cause}" for n, cause in enumerate(parity.causes, 1)))
-    if parity.unmatched:
-        more = f" and {len(parity.unmatched) - 5} more" if len(parity.unmatched) > 5 else ""
-        print(f"without a counterpart here: {', '.join(parity.unmatched[:5])}{more}")
+    for what, names in (("of another shape", parity.misshapen), ("without a counterpart here", parity.unmatched)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            print(f"{what}: {', '.join(names[:5])}{more}")
 
 
 def _climb(loaded: LoadedModel, device: str, adapters: list[str], seed: int, *, json: bool) -> int:

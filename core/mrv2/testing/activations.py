@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mrv2.errors import TargetError
 from mrv2.layers.base import WeightMap
+from mrv2.loading import describe, raised_at
 from mrv2.testing.recorders.record_activations import Recorder
 from mrv2.testing.references import read_tensors
+
+T = TypeVar("T")
 
 KINDS = ("in", "out", "more", "q", "k", "attended")
 
@@ -101,18 +106,43 @@ def of_callable(spec: str, folder: Path, ids: Sequence[int]) -> Activations:
         TargetError: there is no such function, or it gives something else.
     """
     module, _, function = spec.partition(":")
-    fix = "give MODULE:FUNCTION that takes the checkpoint's folder"
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TargetError(f"{spec} can't be imported: {error}", where="--reference", fix=fix) from error
-    made = make(folder)
+    if (here := os.getcwd()) not in sys.path:  # behind all that is installed; a console script's path lacks it
+        sys.path.append(here)
+    make = _asked(spec, "can't be imported", lambda: getattr(importlib.import_module(module), function))
+    made = _asked(spec, "failed for the checkpoint's folder", lambda: make(folder))
     if isinstance(made, nn.Module):
-        return of_module(made, ids, spec)
-    found = made(list(ids)) if callable(made) else None
+        made.eval()
+        return _asked(spec, "failed for token ids [1, n]", lambda: of_module(made, ids, spec))
+    found = _asked(spec, "failed for a list of token ids", lambda: made(list(ids))) if callable(made) else None
     if not isinstance(found, Mapping):
-        raise TargetError(f"{spec} gave a {type(found).__name__}, not tensors by name", where="--reference", fix=fix)
-    return Activations(name=spec, ids=list(ids), tensors={str(n): t for n, t in found.items()})
+        raise _no_reference(f"{spec} gave a {type(found or made).__name__}, not tensors by name")
+    odd = [n for n, t in found.items() if not isinstance(t, Tensor | np.ndarray)]
+    if odd:
+        raise _no_reference(f"{spec} gave a {type(found[odd[0]]).__name__} as {odd[0]!r}, not a tensor")
+    tensors = {str(n): torch.as_tensor(t) for n, t in found.items()}
+    if not any(n.partition(".")[0] in KINDS for n in tensors):
+        raise _no_reference(f"{spec} gave {', '.join(list(tensors)[:3]) or 'nothing'}: no name begins with out. or in.")
+    return Activations(name=spec, ids=list(ids), tensors=tensors)
+
+
+def _asked(spec: str, what: str, ask: Callable[[], T]) -> T:
+    """What a user's code gives; whatever it raises is told with its line."""
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
+        at = raised_at(error.__traceback__)
+        raise _no_reference(f"{spec} {what}: {describe(error)}{f', raised at {at}' if at else ''}") from error
+
+
+def _no_reference(what: str) -> TargetError:
+    return TargetError(
+        what,
+        where="--reference",
+        fix="give MODULE:FUNCTION, of a module that is installed or lies here: it takes the checkpoint's folder, and "
+        "gives a torch module, or a function of token ids that gives tensors by names such as out.model.layers.0",
+    )
 
 
 def of_file(file: Path) -> Activations:
@@ -132,7 +162,7 @@ def of_file(file: Path) -> Activations:
             where="--reference",
             fix="record with the file that `mrv2 parity --recorder` prints: 0.input_ids, 0.out.NAME, 0.in.NAME",
         )
-    return Activations(name=f"recorded in {file.name}", ids=tensors[ids].flatten().tolist(), tensors=found)
+    return Activations(name=f"recorded in {file.name}", ids=tensors[ids].flatten().long().tolist(), tensors=found)
 
 
 def read_names(file: Path) -> tuple[tuple[str, str], ...]:

@@ -52,6 +52,7 @@ class Parity:
     Attributes:
         points: in the order in which the model runs.
         unmatched: modules of the reference that no module of ours has the name of.
+        misshapen: points of both that have other shapes, and which.
         causes: of the first difference, likeliest first.
     """
 
@@ -63,6 +64,7 @@ class Parity:
     bound: float
     points: tuple[Point, ...]
     unmatched: tuple[str, ...]
+    misshapen: tuple[str, ...]
     causes: tuple[str, ...]
 
     @property
@@ -113,15 +115,29 @@ def compare_modules(
     bound = BOUNDS.get(coarse, BOUNDS[torch.float32])
     ours = {name: _flat(t, len(ids), len(ids)) for name, t in seen.tensors.items()}
     want = {name: flat for name, t in theirs.items() if (flat := _flat(t, count, len(ids))) is not None}
-    points, first = [], None
+    points, first, shapes = [], None, dict[str, str]()
+    for name, theirs_ in theirs.items():
+        if name in ours and name not in want:
+            shapes[name] = f"{list(theirs_.shape)}, which isn't one row for each of {count} tokens"
     for name, got in ours.items():
-        if got is None or name not in want or want[name].shape != got.shape:
+        if got is None or name not in want:
             continue
-        gap = errors(Pair(request=name, got=got, want=want[name])) / max(float(want[name].abs().max()), 1e-9)
+        if want[name].shape != got.shape:
+            shapes[name] = f"{want[name].shape[1]} values a token, ours {got.shape[1]}"
+            continue
+        scale = want[name].nan_to_num(0.0, 0.0, 0.0).abs().max()
+        gap = errors(Pair(request=name, got=got, want=want[name])) / max(float(scale), 1e-9)
         wrong = (~(gap <= bound)).nonzero()
         point = Point(name=name, error=float(gap.max()), position=int(wrong[0, 0]) if len(wrong) else -1)
         points.append(point)
         first = first or (point if len(wrong) else None)
+    if not points and shapes:
+        name, what = next(iter(shapes.items()))
+        raise TargetError(
+            f"nothing of {reference.name} has the shape of ours: {name} has {what}",
+            where="--reference",
+            fix="record the same checkpoint, one sequence, a row per token",
+        )
     if not points:
         raise TargetError(
             f"no module of {reference.name} has a name of ours: it has {', '.join(list(theirs)[:3])}, and so on",
@@ -140,7 +156,9 @@ def compare_modules(
             bound=bound,
         )
         causes = likely_causes(difference)
-    known = {p.module for p in points}
+        if not want[first.name].isfinite().all():
+            causes = ("the reference's own values aren't all numbers", *causes)
+    known = {p.module for p in points} | {name.partition(".")[2] for name in shapes}
     return Parity(
         model=loaded.name,
         adapter=loaded.adapter,
@@ -150,6 +168,7 @@ def compare_modules(
         bound=bound,
         points=tuple(points),
         unmatched=tuple(sorted({name.partition(".")[2] for name in theirs} - known)),
+        misshapen=tuple(f"{name} ({what})" for name, what in shapes.items()),
         causes=causes,
     )
 
@@ -175,6 +194,7 @@ def to_dict(parity: Parity) -> dict[str, Any]:
         "causes": list(parity.causes),
         "points": [{"point": p.name, "error": p.error} for p in parity.points],
         "unmatched": list(parity.unmatched),
+        "misshapen": list(parity.misshapen),
     }
 
 

@@ -19,7 +19,7 @@ from mrv2.cli.app import run
 from mrv2.errors import TargetError
 from mrv2.frontend.build import EngineConfig, load
 from mrv2.testing import tiny_config
-from mrv2.testing.activations import Activations, of_file, of_transformers, read_names
+from mrv2.testing.activations import Activations, of_callable, of_file, of_transformers, read_names
 from mrv2.testing.checkpoints import make_checkpoint
 from mrv2.testing.parity import bars, compare_modules
 
@@ -188,6 +188,85 @@ def test_bounds_go_by_the_coarser_dtype(checkpoint, clean, answer):
     assert found.dtype == "bfloat16"
     assert found.first is None, found.first
     assert max(p.error for p in found.points) > 5e-4  # which float32 would have refused
+
+
+def test_what_has_another_shape_is_told_and_never_left_out(clean, answer):
+    width = {"out.model.layers.1": torch.ones(16, 7)}
+    found = compare_modules(clean, Activations(name="w", ids=IDS, tensors=dict(answer.tensors) | width), device="cpu")
+    assert found.misshapen == ("out.model.layers.1 (7 values a token, ours 64)",)
+    rows = {"out.model.layers.1": torch.ones(15, 64)}
+    found = compare_modules(clean, Activations(name="r", ids=IDS, tensors=dict(answer.tensors) | rows), device="cpu")
+    assert found.misshapen[0].startswith("out.model.layers.1 ([15, 64], which isn't one row for each of 16 tokens")
+    assert "model.layers.1" not in found.unmatched
+    with pytest.raises(TargetError, match=r"has the shape of ours: out\.model\.layers\.1 has 7 values a token"):
+        compare_modules(clean, Activations(name="w", ids=IDS, tensors=width), device="cpu")
+
+
+def test_what_is_no_number_is_named_with_its_position(clean, answer):
+    broken = answer.tensors["out.model.layers.1"].clone()
+    broken[0, 5] = float("nan")
+    tensors = dict(answer.tensors) | {"out.model.layers.1": broken}
+    found = compare_modules(clean, Activations(name="nan", ids=IDS, tensors=tensors), device="cpu")
+    assert (found.first.name, found.first.position) == ("out.model.layers.1", 5)
+    assert "reference's own values" in found.causes[0]
+
+
+OWN = """
+import numpy, torch
+
+class Dropped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.drop = torch.nn.Embedding(61, 64), torch.nn.Dropout(0.9)
+
+    def forward(self, ids):
+        assert not self.training
+        return self.drop(self.embed_tokens(ids))
+
+class Fails(torch.nn.Module):
+    def forward(self, ids): raise ValueError("needs a mask")
+
+def arrays(folder): return lambda ids: {"out.model.layers.0": numpy.zeros((len(ids), 64), "float32")}
+def dropped(folder): return Dropped()
+def raises(folder): raise RuntimeError("no accelerator")
+def raises_later(folder): return lambda ids: 1 / 0
+def leaves(folder): raise SystemExit(3)
+def other(folder): return lambda ids: {"out.a": 3}
+def unnamed(folder): return lambda ids: {"lm_head": torch.zeros(1)}
+def fails(folder): return Fails()
+number = 4
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text(OWN)
+    (tmp_path / "of_mine_broken.py").write_text("raise OSError('no disk')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield
+    for name in ("of_mine", "of_mine_broken"):
+        sys.modules.pop(name, None)
+
+
+def test_a_module_in_this_folder_is_a_reference(own_module, tmp_path):
+    assert of_callable("of_mine:arrays", tmp_path, IDS).tensors["out.model.layers.0"].shape == (16, 64)
+    assert "out.embed_tokens" in of_callable("of_mine:dropped", tmp_path, IDS).tensors
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("of_mine:absent", "no attribute 'absent'"), ("of_absent:f", "No module named 'of_absent'"),
+        ("of_mine_broken:f", r"no disk, raised at .*of_mine_broken.py:1"),
+        ("of_mine:raises", r"no accelerator, raised at .*of_mine.py:\d+"), ("of_mine:raises_later", "ZeroDivisionError"),
+        ("of_mine:leaves", "SystemExit: 3"), ("of_mine:other", "a int as 'out.a'"), ("of_mine:unnamed", "no name begins"),
+        ("of_mine:fails", "needs a mask"), ("of_mine:number", "'int' object is not callable"), (":", "Empty module name"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_fails_is_told_with_its_line(spec, says, own_module, tmp_path):
+    with pytest.raises(TargetError, match=says):
+        of_callable(spec, tmp_path, IDS)
 
 
 @pytest.mark.parametrize("tensors", [{}, {"0.input_ids": torch.tensor([1])}, {"0.out.a": torch.ones(1)}])
