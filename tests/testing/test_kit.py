@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -84,6 +85,14 @@ def test_a_required_level_that_is_not_run_fails(pytester):
         done = pytester.runpytest_subprocess(*OPTIONS, *levels, "--mrv2-require", level)
         assert done.ret == code
         assert "L2 GPU     not run     1 not run (level L2 isn't asked for)" in done.stdout.str()
+
+
+@pytest.mark.parametrize("levels", ["l0", "L0,L9", ""])
+def test_levels_that_are_none_are_refused(levels, pytester):
+    pytester.makepyfile(CLASS.format(path=str(HERON)))
+    done = pytester.runpytest_subprocess(*OPTIONS, "--mrv2-levels", levels)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*is none of L0, L1, L2, L3*"])
 
 
 def test_an_override_needs_a_reason(pytester):
@@ -310,6 +319,30 @@ def test_a_record_holds_until_a_file_changes(heron):
     with pytest.raises(RecordError, match="something failed"):
         write_record(entry, REPORT)
     assert record_path(entry) == path
+
+
+@pytest.mark.parametrize("levels", ['{"L9": {}}', '{"L1": true}', "[" * 100_000])
+def test_a_record_that_was_written_by_hand_is_damaged(levels, heron):
+    entry = find_adapter(str(heron("heron_by_hand")))[1]
+    write_record(entry, replace(REPORT, results=(result(Level.STATIC),)))
+    good = json.loads(record_path(entry).read_text())
+    text = json.dumps(good | {"levels": "LEVELS"}).replace('"LEVELS"', levels)
+    record_path(entry).write_text(text)
+    assert standing(entry) == "damaged"
+
+
+def test_a_record_is_written_whole_and_hidden_files_are_no_part_of_it(heron, monkeypatch):
+    folder = heron("heron_whole")
+    entry = find_adapter(str(folder))[1]
+    path = write_record(entry, replace(REPORT, results=(result(Level.STATIC),)))
+    (folder / ".model.py.swp").write_text("an editor's")
+    assert standing(entry) == "L0"
+    before, files = path.read_text(), set(folder.iterdir())
+    monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(RecordError, match="No space left"):
+        write_record(entry, replace(REPORT, results=(result(Level.STATIC),)))
+    assert path.read_text() == before
+    assert set(folder.iterdir()) == files
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

@@ -33,8 +33,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A place for results."""
+    """A place for results.
+
+    Raises:
+        pytest.UsageError: `--mrv2-levels` names what is no level: all tests would be left out.
+    """
+    odd = [level for level in _wanted(config) if level not in LEVELS]
+    if odd:
+        raise pytest.UsageError(f"--mrv2-levels: {odd[0]!r} is none of {', '.join(LEVELS)}")
     config.pluginmanager.register(_Summary(config), "mrv2-summary")
+
+
+def _wanted(config: pytest.Config) -> tuple[str, ...]:
+    given: str | None = config.getoption("--mrv2-levels")
+    return LEVELS if given is None else tuple(level.strip() for level in given.split(","))
 
 
 def _is_conformance(cls: type | None) -> bool:
@@ -84,8 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     config, level = job
     item.stash[_INFO] = (_class_of(item), item.name, str(level), config, "")
-    wanted = item.config.getoption("--mrv2-levels")
-    if str(level) not in (wanted.split(",") if wanted else LEVELS) or level not in cls.levels:
+    if str(level) not in _wanted(item.config) or level not in cls.levels:
         pytest.skip(f"not run: level {level} isn't asked for")
 
 

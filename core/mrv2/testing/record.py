@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -31,14 +33,18 @@ def record_path(entry: AdapterEntry) -> Path:
 
 
 def file_hashes(entry: AdapterEntry) -> dict[str, str]:
-    """SHA-256 of every file of the package by its path within, the record itself and tests left out."""
+    """SHA-256 of every file of the package by its path within; left out are the record itself, tests, and hidden files,
+    which editors and systems put there.
+    """
     path = Path(entry.manifest_path or entry.source)
     root = path.parent
     files = [path] if path.suffix == ".py" else sorted(p for p in root.rglob("*") if p.is_file())
-    kept = [
-        f for f in files if f != record_path(entry) and not {"__pycache__", "tests"} & set(f.relative_to(root).parts)
-    ]
+    kept = [f for f in files if f != record_path(entry) and all(_counts(part) for part in f.relative_to(root).parts)]
     return {f.relative_to(root).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in kept}
+
+
+def _counts(part: str) -> bool:
+    return part not in ("__pycache__", "tests") and not part.startswith(".")
 
 
 def read_record(entry: AdapterEntry) -> dict[str, Any] | None:
@@ -52,10 +58,13 @@ def read_record(entry: AdapterEntry) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("levels"), dict):
         raise _damaged(path, f"it isn't of format {FORMAT}")
+    odd = [n for n, level in record["levels"].items() if n not in tuple(Level) or not isinstance(level, dict)]
+    if odd:
+        raise _damaged(path, f"{odd[0]!r} is no level that was recorded")
     return record
 
 
@@ -108,12 +117,17 @@ def write_record(entry: AdapterEntry, report: Report) -> Path:
         "levels": {level: levels[level] for level in sorted(levels)},
         "files": file_hashes(entry),
     }
+    made = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        made.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        made.replace(path)  # whole or not at all, whoever writes or reads it meanwhile
     except OSError as error:
         raise RecordError(
             f"{path} can't be written: {error.strerror}", where=entry.where, fix="record it where the source is"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
     return path
 
 
