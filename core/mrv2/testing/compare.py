@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from mrv2.testing.subject import Case
 
 
+UNWRITTEN = (
+    "a cache or state was read where this request has written nothing, which holds NaN here: select with torch.where, "
+    "for a state by `computed == 0` (load_state does), and never multiply by zero"
+)
+"""Likeliest cause of a value that is no number, of a model that gives numbers on its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """One request's values and what they should be, both [positions, ...]."""
@@ -56,7 +63,8 @@ def require_close(
         tolerance: largest difference allowed.
         causes: likely ones.
         quantity: what the values are.
-        hints: (position, cause): put first if no position before it differs, and it or later ones do.
+        hints: (position, cause): put first if no position before it differs, and it or one of the next two does;
+            of position 0, if that one does.
 
     Raises:
         ConformanceFailure: naming the first request and position.
@@ -73,9 +81,11 @@ def require_close(
     text = (
         f"{pair.request}, position {pair.start + at}: {quantity} differ by {_number(float(gap[at]))}, allowed is "
         f"{tolerance:g}; {bad} of {total} positions of {len(wrong)} of {len(found)} requests differ, by up to "
-        f"{_number(worst)}, and none before position {first}"
+        f"{_number(worst)}" + (f", and none before position {first}" if first else "")
     )
-    hinted = [cause for position, cause in hints if position and position <= first <= position + 2]
+    if float(gap[at]) == float("inf"):
+        causes = (UNWRITTEN, *causes)
+    hinted = [cause for at_, cause in hints if (at_ <= first <= at_ + 2 if at_ else not first)]
     raise ConformanceFailure(compared, text, (*hinted, *causes))
 
 

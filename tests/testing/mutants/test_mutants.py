@@ -25,7 +25,8 @@ class Mutant:
     file: str
     old: str
     new: str
-    says: str  # in the first failure: what is compared, or where
+    says: str  # in a failure: what is compared, or where
+    cause: str = ""  # in the first failure, which a reader sees first: its first cause
 
 
 MODEL, STATE, HOOKS, TOML = "model.py", "state.py", "__init__.py", "adapter.toml"
@@ -175,12 +176,13 @@ MUTANTS = [
     Mutant(
         "a state that isn't started anew", "state", MODEL,
         's = load_state(cache["s"], meta)', 's = cache["s"][meta.state_slots[:, 0].long()]',
-        "reads the slot without load_state or fresh",
+        "reads the slot without load_state or fresh", "1. a cache or state was read where this request has written",
     ),
     Mutant(
         "a state multiplied by zero", "state", MODEL,
         's = load_state(cache["s"], meta)',
         's = cache["s"][meta.state_slots[:, 0].long()] * (meta.computed > 0)[:, None]', "it multiplies the state by zero",
+        "never multiply by zero",
     ),
     Mutant(
         "a state by batch position", "state", MODEL,
@@ -196,7 +198,7 @@ MUTANTS = [
         "a state stored a token early", "state", MODEL,
         "store_state(cache, meta, t, live, s=s)",
         "store_state(cache, meta, t, live, s=torch.where(live[:, None], (s - g[i] * v[i]) / self.decay, s))",
-        "stored a token too early",
+        "stored a token too early", "a state isn't the one after the step's last token",
     ),
     # -- attention
     Mutant("a forgotten window", "attention", MODEL, "{0: c.look_back, 2", "{0: None, 2", "a window"),
@@ -227,7 +229,7 @@ MUTANTS = [
     Mutant(
         "entries past the length", "attention", MODEL,
         "            seen = place <= (meta.computed + t)[:, None]\n",
-        "            seen = place <= (meta.seq_lens - 1)[:, None]\n", "",
+        "            seen = place <= (meta.seq_lens - 1)[:, None]\n", "", "1. a token sees what comes after it",
     ),
     Mutant(
         "padding left unwritten", "attention", MODEL,
@@ -373,4 +375,5 @@ def test_a_mutant_fails_in_its_suite(mutant, tmp_path):
     first = report.failures[0]
     assert first.suite == mutant.suite, f"{first.label}: {first.message}"
     assert any(mutant.says in r.message for r in report.failures), "\n".join(r.message for r in report.failures)
+    assert mutant.cause in first.message
     assert not isinstance(first.message, Mrv2Error)

@@ -70,7 +70,7 @@ def answer(case: Case) -> dict[str, Any] | None:
             "a window, forgotten or counted differently",
             "norms of queries and keys",
         ],
-        hints=_hints(case),
+        hints=[(0, "a token sees what comes after it, or what lies beyond the request's length"), *_hints(case)],
     )
     return {"largest difference": worst}
 
@@ -94,11 +94,12 @@ def layers(case: Case) -> dict[str, Any]:
             bench.add(request, 0)
             bench.run([request], chunks=(1,))
             others = [torch.cat(parts) for parts in seen.values()]
-    figures = [
-        (name, float(errors(Pair(request=name, got=got, want=want)).max()) / max(float(want.abs().max()), 1e-9))
+    gaps = {
+        name: errors(Pair(request=name, got=got, want=want)) / max(float(want.abs().max()), 1e-9)
         for (name, got), want in zip(whole.items(), others, strict=False)
         if got.shape == want.shape
-    ]
+    }
+    figures = [(name, float(gap.max())) for name, gap in gaps.items()]
     if not figures:
         raise NotApplicable("the model has no stack of layers whose streams could be compared")
     bound = 10 * case.tolerance
@@ -107,9 +108,12 @@ def layers(case: Case) -> dict[str, Any]:
     if wrong:
         raise ConformanceFailure(
             f"the residual stream after each layer, whole prompt, with {what}",
-            f"layer {wrong[0]}: relative difference {dict(figures)[wrong[0]]:.3g}, allowed is {bound:g}; "
-            f"{len(wrong)} of {len(figures)} layers differ",
-            ["what this layer does, or what comes before it if it is the first"],
+            f"layer {wrong[0]}, position {int((~(gaps[wrong[0]] <= bound)).nonzero()[0, 0])}: relative difference "
+            f"{dict(figures)[wrong[0]]:.3g}, allowed is {bound:g}; {len(wrong)} of {len(figures)} layers differ",
+            [
+                "what this layer does, or what comes before it if it is the first",
+                "its cache: an entry written in another token's slot, or read beyond the request's length",
+            ],
             details,
         )
     return details

@@ -130,6 +130,7 @@ def rows_are_not_batch_positions(case: Case) -> None:
         causes=[
             "something kept per request is indexed by its position in the batch: use view.rows",
             "a kernel finds its state by position: use meta.state_slots (load_state, store_state)",
+            "a state isn't the one after the step's last token, or a new request's isn't started anew",
         ],
     )
 

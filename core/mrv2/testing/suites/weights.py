@@ -66,6 +66,8 @@ def runs(case: Case) -> None:
     compared = f"what forward returns for {len(ids)} tokens with hidden states"
     if got != want:
         causes = ["forward returns something else than ctx.finish gave it", "a tensor of another dtype was mixed in"]
+        if isinstance(hidden, Tensor) and list(hidden.shape) == [view.num_tokens, weight.shape[-1]]:
+            causes.reverse()
         raise ConformanceFailure(compared, f"{got}, expected {want}", causes)
     odd = (~hidden[: len(ids)].isfinite()).any(1).nonzero()
     if len(odd):
@@ -237,7 +239,7 @@ def one_token(case: Case) -> dict[str, Any] | None:
     """After a single token the model says what the reference says.
 
     With one token, attention has nothing to choose and rotation nothing to turn: what differs here are weights, norms,
-    activations, or the order of layers.
+    activations, or the order of layers. `mrv2 parity` names the module where it begins.
     """
     if case.answer is None:
         raise NotApplicable(NO_REFERENCE)
