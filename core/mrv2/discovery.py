@@ -265,9 +265,9 @@ def read_manifest(entry: AdapterEntry) -> ManifestText | Mrv2Error:
         spec = None
     if spec is None:
         return ManifestMissingError(
-            f"package {top!r} doesn't exist: the metadata is stale",
+            f"package {top!r} doesn't exist: its folder was moved or deleted after it was installed",
             where=entry.where,
-            fix=f"pip install --force-reinstall {entry.dist}, or pip uninstall {entry.dist}",
+            fix=f"pip install it again from its folder or wheel, or pip uninstall {entry.dist}",
         )
     for path in _manifest_paths(spec):
         data = _read(spec, path)

@@ -114,7 +114,7 @@ METACLASS = """
 """
 
 BAD: dict[str, tuple[Callable, str, tuple[str, ...]]] = {
-    "stale metadata": (stale, "MRV2-104", ("'acme_pkg' doesn't exist", "acme-adapter 1.0")),
+    "stale metadata": (stale, "MRV2-104", ("'acme_pkg' doesn't exist", "acme-adapter 1.0", "from its folder or wheel")),
     "no manifest": (no_manifest, "MRV2-104", ("no adapter.toml", "acme_pkg")),
     "no package": (single_module, "MRV2-104", ("no adapter.toml", "acme_single")),
     "not TOML": (installed(manifest="name = acme"), "MRV2-105", ("not valid TOML", "line 1")),
