@@ -72,7 +72,7 @@ def test_a_class_of_two_lines_runs_every_check(pytester):
     text = done.stdout.str()
     assert done.ret == 0, text
     assert "TestHeron" in text
-    assert "L0 static  passed      4 passed" in text
+    assert "L0 static  passed      5 passed" in text
     assert "L1 CPU     passed      1 passed" in text
     if not torch.cuda.is_available():
         assert "L2 GPU     not run     1 not run (there is no GPU here)" in text
