@@ -1,13 +1,15 @@
 """An adapter inside vLLM beside vLLM's own class of the same model: the same tokens, and the same speed?
 
 Qwen3-0.6B's shape with random weights, in one checkpoint that both arms load: vLLM's `Qwen3ForCausalLM`, and the qwen
-adapter as `Mrv2Qwen3ForCausalLM`. Both run in Model Runner V2 with the same settings and with CUDA graphs.
+adapter as `Mrv2Qwen3ForCausalLM`; with `--family llama` the same without norms of queries and keys, as Llama's classes.
+Both run in Model Runner V2 with the same settings and with CUDA graphs.
 
 1. float32: greedy tokens of 8 prompts of different lengths are equal.
 2. bfloat16: log-probabilities of the same texts (which vLLM's class has sampled) and the best token at each position.
 3. bfloat16: tokens per second, the arms taking turns, medians.
 
-    python benchmarks/vllm_host.py [--tp 2] [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
+    python benchmarks/vllm_host.py [--family llama] [--tp 2] [--parts tokens logprobs speed]
+        [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
 
 Needs a GPU and vLLM (vllm_site.sh installs what was brought along); `--tiny` runs every line on a CPU. The file is
 written after each part, and logs of the arms beside it. An arm that fails or takes too long shows the end of its log,
@@ -37,7 +39,10 @@ from safetensors.torch import save_file
 from timing import environment
 from vllm_process import START_SECONDS, STEP_SECONDS, Arm, ArmError
 
-ARMS = {"theirs": "Qwen3ForCausalLM", "ours": "Mrv2Qwen3ForCausalLM"}
+FAMILIES = {"qwen": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
+CLASSES = {"qwen": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARMS = {"theirs": "", "ours": "Mrv2"}
+"""What stands before vLLM's class in the name of the arm's."""
 TINY_SHAPE = SHAPE | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -70,12 +75,13 @@ DTYPES = {"tokens": "float32", "logprobs": "bfloat16", "speed": "bfloat16"}
 # -- what the arms load --------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
+def make_checkpoint(folder: Path, family: str, shape: dict[str, Any]) -> None:
     """Config and weights, bfloat16: both types compute with the same values."""
-    transformers.Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    config = FAMILIES[family](**shape, architectures=[CLASSES[family]], dtype="bfloat16")
+    config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, size in parameters(shape).items():
+    for name, size in parameters(shape, qk_norm=family == "qwen").items():
         if len(size) == 1:
             value = torch.full(size, PEAK if name == "model.norm.weight" else 1.0)
         else:
@@ -84,8 +90,8 @@ def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def parameters(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of a Qwen3 checkpoint with a tied head, by name."""
+def parameters(shape: dict[str, Any], *, qk_norm: bool) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint with a tied head, by name."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
     layer: dict[str, tuple[int, ...]] = {
@@ -94,13 +100,13 @@ def parameters(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
         "post_attention_layernorm": (hidden,),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    if qk_norm:
+        layer |= {f"self_attn.{name}_norm": (head,) for name in "qk"}
     ends = {"model.embed_tokens.weight": (shape["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     numbers = range(shape["num_hidden_layers"])
     return ends | {f"model.layers.{i}.{name}.weight": size for i in numbers for name, size in layer.items()}
@@ -112,7 +118,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, arm: str, dtype: str
     gib = 0.0625 if args.tiny else 2 if exact else 20
     settings = {
         "model": str(folder),
-        "hf_overrides": {"architectures": [ARMS[arm]]},
+        "hf_overrides": {"architectures": [ARMS[arm] + CLASSES[args.family]]},
         "dtype": dtype,
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
@@ -290,7 +296,7 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             for j, arm in enumerate(ARMS)
         }
     try:
-        make_checkpoint(work / "model", shape)
+        make_checkpoint(work / "model", args.family, shape)
         for arms in engines.values():
             for arm in arms.values():
                 arm.send("start")
@@ -337,6 +343,7 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen")
     parser.add_argument("--tp", type=int, default=1, help="GPUs per engine")
     parser.add_argument("--parts", nargs="+", choices=DTYPES, default=list(DTYPES), help="what to measure")
     parser.add_argument("--json", type=Path, help="file for the result")
@@ -346,7 +353,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the arms are ended too
     result = environment(torch.device("cpu" if args.tiny else "cuda"))
     result["versions"] |= {"vllm": version("vllm"), "transformers": transformers.__version__}
-    result |= {"tensor_parallel_size": args.tp, "final_norm_weight": PEAK}
+    result |= {"family": args.family, "tensor_parallel_size": args.tp, "final_norm_weight": PEAK}
 
     def save() -> None:
         if args.json:
