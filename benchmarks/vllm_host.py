@@ -5,7 +5,9 @@ adapter as `Mrv2Qwen3ForCausalLM`; with `--family llama` the same without norms 
 Both run in Model Runner V2 with the same settings and with CUDA graphs.
 
 1. float32: greedy tokens of 8 prompts of different lengths are equal.
-2. bfloat16: log-probabilities of the same texts (which vLLM's class has sampled) and the best token at each position.
+2. bfloat16: log-probabilities of the same texts (which vLLM's class has sampled) and the best token at each position;
+   as a control the same of vLLM's class started once more, and of each arm asked twice: how far the same code is from
+   itself.
 3. bfloat16: tokens per second, the arms taking turns, medians.
 
     python benchmarks/vllm_host.py [--family llama] [--tp 2] [--parts tokens logprobs speed]
@@ -41,8 +43,8 @@ from vllm_process import START_SECONDS, STEP_SECONDS, Arm, ArmError
 
 FAMILIES = {"qwen": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
 CLASSES = {"qwen": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-ARMS = {"theirs": "", "ours": "Mrv2"}
-"""What stands before vLLM's class in the name of the arm's."""
+ARMS = {"theirs": "", "ours": "Mrv2", "again": ""}
+"""What stands before vLLM's class in the name of the arm's. `again` is vLLM's own class started once more."""
 TINY_SHAPE = SHAPE | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -68,6 +70,9 @@ CASES = ((32, 32, 512, 0.0), (256, 32, 512, 0.0), (256, 32, 512, 1.0))
 """Requests, tokens in, tokens out, temperature."""
 TINY_CASES = ((2, 4, 8, 0.0), (4, 4, 8, 0.0))
 MAX_ROUNDS = 7
+Row = tuple[float, int, float, float]
+"""See `Arm.score` in vllm_arm.py."""
+
 DTYPES = {"tokens": "float32", "logprobs": "bfloat16", "speed": "bfloat16"}
 """The parts, and what they run in."""
 
@@ -191,33 +196,49 @@ def compare_tokens(theirs: Arm, ours: Arm, vocab: int, n: int) -> dict[str, Any]
     }
 
 
-def compare_logprobs(theirs: Arm, ours: Arm, vocab: int, texts: int, length: int, temperature: float) -> dict[str, Any]:
-    """Teacher-forced: both score texts that vLLM's own class has sampled."""
+def compare_logprobs(
+    theirs: Arm, ours: Arm, again: Arm, vocab: int, texts: int, length: int, temperature: float
+) -> dict[str, Any]:
+    """Teacher-forced: all score texts that vLLM's own class has sampled, twice."""
     rng = random.Random(1)
     prompts = [[rng.randrange(vocab) for _ in range(8)] for _ in range(texts)]
     sampled = theirs.ask("generate", prompts=prompts, n=length - 8, temperature=temperature, seed=0)
     whole = [[*p, *s["tokens"]] for p, s in zip(prompts, sampled, strict=True)]
-    theirs.send("score", texts=whole)
-    ours.send("score", texts=whole)
-    want, got = ([row for text in arm.answer(STEP_SECONDS) for row in text] for arm in (theirs, ours))
-    deltas = [abs(w[0] - g[0]) for w, g in zip(want, got, strict=True)]
-    same = [w[1] == g[1] for w, g in zip(want, got, strict=True)]
-    clear = [w[3] > CLEAR for w in want]
-    mean_delta = statistics.fmean(deltas)
-    agreement = statistics.fmean(same)
-    return {
-        "positions": len(deltas),
-        "chosen_logprob_difference": {"mean": mean_delta, "max": max(deltas)},
-        "positions_bit_equal": statistics.fmean(d == 0 for d in deltas),
-        "top1_agreement": agreement,
-        "clear_positions": sum(clear),
-        "top1_agreement_where_clear": statistics.fmean(s for s, c in zip(same, clear, strict=True) if c),
+    arms = (theirs, ours, again)
+    scores = []
+    for _ in range(2):
+        for arm in arms:
+            arm.send("score", texts=whole)
+        scores.append([[row for text in arm.answer(STEP_SECONDS) for row in text] for arm in arms])
+    (want, got, other), twice = scores
+    found = agreement(want, got)
+    return found | {
+        "control": {
+            "vllm_started_again": agreement(want, other),
+            "vllm_asked_twice": agreement(want, twice[0]),
+            "ours_asked_twice": agreement(got, twice[1]),
+        },
         "reference": {
             "median_gap_nats": statistics.median(w[3] for w in want),
             "mean_top1_logprob": statistics.fmean(w[2] for w in want),
             "mean_chosen_logprob": statistics.fmean(w[0] for w in want),
         },
-        "passes": mean_delta <= 0.05 and agreement >= 0.99,
+        "passes": found["chosen_logprob_difference"]["mean"] <= 0.05 and found["top1_agreement"] >= 0.99,
+    }
+
+
+def agreement(want: list[Row], got: list[Row]) -> dict[str, Any]:
+    """Of two scores of the same texts."""
+    deltas = [abs(w[0] - g[0]) for w, g in zip(want, got, strict=True)]
+    same = [w[1] == g[1] for w, g in zip(want, got, strict=True)]
+    clear = [w[3] > CLEAR for w in want]
+    return {
+        "positions": len(deltas),
+        "chosen_logprob_difference": {"mean": statistics.fmean(deltas), "max": max(deltas)},
+        "positions_bit_equal": statistics.fmean(d == 0 for d in deltas),
+        "top1_agreement": statistics.fmean(same),
+        "clear_positions": sum(clear),
+        "top1_agreement_where_clear": statistics.fmean(s for s, c in zip(same, clear, strict=True) if c),
     }
 
 
@@ -290,10 +311,11 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             arm: Arm(
                 f"{arm} {dtype}",
                 engine_settings(args, work / "model", arm, dtype),
-                arm_environment(work, 2 * i + j, dtype),
+                arm_environment(work, len(ARMS) * i + j, dtype),
                 args.json.with_suffix(f".{arm}-{dtype}.log") if args.json else work / f"{arm}-{dtype}.log",
             )
             for j, arm in enumerate(ARMS)
+            if arm != "again" or ("logprobs" in args.parts and dtype == DTYPES["logprobs"])
         }
     try:
         make_checkpoint(work / "model", args.family, shape)
@@ -333,6 +355,8 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             else {"texts": 32, "length": 256, "temperature": 1.0}
         )
         part("logprobs", lambda **arms: compare_logprobs(**arms, vocab=vocab, **how))
+        if control := engines.get(DTYPES["speed"], {}).pop("again", None):
+            control.close()
         cases = TINY_CASES if args.tiny else CASES
         part("speed", lambda **arms: compare_speed(**arms, cases=cases, until=until, save=keep))
     finally:
