@@ -32,7 +32,12 @@ def dist(tmp_path_factory):
     source = tmp_path_factory.mktemp("source") / "mrv2"
     run("git", "clone", "--quiet", ROOT, source)
     stamp = source.parent / "installed"  # the tools are those of this environment; nothing is installed
-    for name in ("requirements-dev.txt", "pyproject.toml", *(f"adapters/{a}/pyproject.toml" for a in ADAPTERS)):
+    for name in (
+        "requirements-dev.txt",
+        "requirements-docs.txt",
+        "pyproject.toml",
+        *(f"adapters/{a}/pyproject.toml" for a in ADAPTERS),
+    ):
         os.utime(source / name, (1, 1))
     stamp.touch()
     run("make", "dist", f"STAMP={stamp}", f"BIN={Path(sys.executable).parent}", cwd=source)
