@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -265,8 +266,9 @@ def replay(
             pairs = zip(one.logprobs[:end], logprobs[request.number], strict=False)
             gaps = [abs(before[0] - after) for before, after in pairs if before[0] != after]
             found.worst_logprob = max([found.worst_logprob or 0.0, *gaps])
-    del engine, parts  # and their memory
+    del engine, parts
     if found.partings:
+        gc.collect()  # gives back the memory of the cache and of graphs, which the next engine needs
         found.logprobs = _both_logprobs(run, loaded, config, found.partings[0])
     return found
 
@@ -333,13 +335,22 @@ def _part(number: int, one: RecordedRequest, request: Request) -> Parting | None
 def _both_logprobs(run: Run, loaded: LoadedModel, config: EngineConfig, parting: Parting) -> Logprobs | None:
     if parting.recorded is None or parting.now is None:
         return None
-    plain = replace(config, max_num_seqs=1, prefix_caching=False, graphs=False, debug=False)
-    parts = assemble(loaded, plain)
     one = run.requests[parting.number]
+    ids = [*one.prompt, *one.tokens[: parting.position]]
+    plain = replace(
+        config,
+        max_num_seqs=1,
+        max_model_len=len(ids) + 1,
+        num_blocks=None,
+        prefix_caching=False,
+        graphs=False,
+        debug=False,
+    )
+    parts = assemble(loaded, plain)
     params = SamplingParams(
         temperature=0, max_tokens=1, logprobs=MAX_LOGPROBS, ignore_eos=True, extra_args=one.params().extra_args
     )
-    parts.engine.add([parts.intake.request("0", [*one.prompt, *one.tokens[: parting.position]], params)])
+    parts.engine.add([parts.intake.request("0", ids, params)])
     with on_device(parts.limits.device):
         while parts.engine.has_work:
             events = parts.engine.step()
