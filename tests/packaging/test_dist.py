@@ -69,6 +69,16 @@ def test_index_lists_every_wheel(dist):
         assert [w for w in (dist / "simple" / name).glob("*.whl") if f'href="{w.name}"' in page]
 
 
+def test_wheels_are_enough_without_an_index(dist, tmp_path):
+    """As `docs/offline.md` has it; what ours need from others is taken from this environment."""
+    pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", dist, "--no-deps", "--quiet")
+    run(*pip, "--target", tmp_path / "site", "mrv2", "mrv2-adapter-qwen")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MRV2_")} | {"PYTHONPATH": str(tmp_path / "site")}
+    listed = json.loads(run(sys.executable, "-P", "-m", "mrv2", "list", "--json", cwd=tmp_path, env=env))
+    (qwen,) = (a for a in listed["adapters"] if a["name"] == "qwen")
+    assert (qwen["manifest"].startswith(str(tmp_path)), qwen["error"]) == (True, None)
+
+
 def test_an_adapter_installed_alone_brings_the_core(dist, tmp_path):
     home = tmp_path / "fresh"
     venv.create(home, with_pip=True)
