@@ -24,13 +24,14 @@ LINES = [
     {"id": "hot", "prompt": "grüße", "temperature": 3.0, "top_k": 40, "max_tokens": 25, "ignore_eos": True},
     {"id": "stopped", "prompt": "the", "temperature": 2.0, "stop": ["e", "t", "\ufffd"], "max_tokens": 60},
     {"id": "late", "prompt": [5, 6, 7], "timeout": 1e-9, "max_tokens": 90, "ignore_eos": True},
+    {"id": "cut", "prompt": [8, 9], "timeout": 0.03, "max_tokens": 90, "ignore_eos": True},
     {"id": "nucleus", "prompt": [9] * 40, "top_p": 0.8, "min_p": 0.01, "max_tokens": 15},
 ]
 
 
 @pytest.fixture(scope="module")
 def recorded(text_model, tmp_path_factory):
-    """A run of six requests on two rows, and its results."""
+    """A run of seven requests on two rows, and its results."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     argv = ["generate", str(text_model), "-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
@@ -79,7 +80,7 @@ def test_a_replay_is_equal_and_takes_the_same_steps(recorded, capsys):
     assert found["worst_logprob"] == 0
     assert mrv2(["replay", str(recorded[0])]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("equal: 6 requests")
+    assert out.startswith("equal: 7 requests")
     assert "environment, adapter, checkpoint, settings: as recorded" in out
 
 
@@ -174,12 +175,15 @@ def test_a_changed_adapter_is_found_and_named(tmp_path, capsys, monkeypatch):
     argv = ["generate", "./model", "-i", "in.jsonl", "--adapter", "./mine.py", "-n", "30", "--record", "run.json"]
     assert mrv2(argv) == 0
     monkeypatch.chdir("/")  # relative names were made absolute
-    code, found = replayed(capsys, tmp_path / "run.json")
+    assert mrv2(["replay", str(tmp_path / "run.json")]) == 2  # a file decides on no code
+    assert f"--adapter {tmp_path / 'mine.py'}" in capsys.readouterr().err
+    named = (tmp_path / "run.json", "--adapter", tmp_path / "mine.py")
+    code, found = replayed(capsys, *named)
     assert (code, found["differences"]) == (0, [])
     text = (tmp_path / "mine.py").read_text()
     (tmp_path / "mine.py").write_text(text.replace('"rope_theta": 1e4', '"rope_theta": 2.25'))
     monkeypatch.delitem(sys.modules, "mine")  # as in a new process
-    code, found = replayed(capsys, tmp_path / "run.json")
+    code, found = replayed(capsys, *named)
     monkeypatch.delitem(sys.modules, "mine")
     assert code == 1
     assert [(d["kind"], d["name"]) for d in found["differences"]] == [("adapter", "file mine.py")]

@@ -95,11 +95,31 @@ def _replay(
     from mrv2.testing.replay import replay, settings_of
 
     config = settings_of(recorded, changes)
+    adapters = adapters or _recorded_adapters(recorded)
     with stdout_to_stderr():
-        loaded = load(model or recorded.model, config, adapters or recorded.adapters)
+        loaded = load(model or recorded.model, config, adapters)
         with progress(len(recorded.requests), "replaying") as advance:
             found = replay(recorded, loaded, config, on_end=advance)
     return found, loaded.tokenizer, config.dtype
+
+
+def _recorded_adapters(recorded: Run) -> list[str]:
+    """Names of installed adapters that were preferred.
+
+    Raises:
+        CommandLineError: local ones were used. A file from elsewhere must not decide which code runs here.
+    """
+    from mrv2.errors import CommandLineError
+    from mrv2.local import is_path
+
+    local = [adapter for adapter in recorded.adapters if is_path(adapter)]
+    if local:
+        raise CommandLineError(
+            f"the run used the local adapter {', '.join(local)}, which runs only when it is named",
+            where="mrv2 replay",
+            fix="add " + " ".join(f"--adapter {path}" for path in local),
+        )
+    return list(recorded.adapters)
 
 
 def _print(found: Replayed, run: Run, tokenizer: Tokenizer | None, dtype: str) -> None:
