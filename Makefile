@@ -44,8 +44,9 @@ lint: $(STAMP)  ## Style and docstring rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(STAMP)  ## Strict type check of the core
+types: $(STAMP)  ## Strict type check of the core, and of the example that is a package
 	$(BIN)/mypy
+	cd examples/acme && $(abspath $(BIN))/mypy
 
 test: lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"

@@ -136,8 +136,8 @@ def launch_decode(
     block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
     pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
-    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, processors=processors)
-    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
+    reach = max_seq_len if window is None else min(max_seq_len, window)
+    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, reach=reach, processors=processors)
     num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
