@@ -8,4 +8,4 @@ from mrv2.testing import interpret_kernels
 interpret_kernels()
 
 # Tests run from a clone as well, where the package isn't installed.
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
