@@ -21,14 +21,14 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types format dist bench gpu-bundle gpu-test gpu-sanitize gpu-bench vllm-env \
-  test-vllm clean
+  test-vllm docs clean
 
 help:  ## Show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## Make the virtual environment
 
-$(STAMP): requirements-dev.txt pyproject.toml $(ADAPTERS:%=%/pyproject.toml)
+$(STAMP): requirements-dev.txt requirements-docs.txt pyproject.toml $(ADAPTERS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@# Weights of the demo; its own requirements (a compiled runtime) are not wanted.
@@ -44,12 +44,17 @@ lint: $(STAMP)  ## Style and docstring rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(STAMP)  ## Strict type check of the core
+types: $(STAMP)  ## Strict type check of the core, and of the example that is a package
 	$(BIN)/mypy
+	cd examples/acme && $(abspath $(BIN))/mypy
 
 test: lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
+
+docs: $(STAMP)  ## Build the documentation into site/, strictly; a test does so too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file tools/site/mkdocs.yml
+	@echo site/index.html
 
 gpu-bundle: $(STAMP)  ## What gpu-test needs, weights included, made where there is a network
 	$(BIN)/python tests/gpu/bundle.py --model-parts
@@ -97,4 +102,4 @@ bench: $(STAMP)  ## Measure on this CPU, beside transformers
 	$(BIN)/python benchmarks/cpu.py
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ What to change for which outcome:
 
 - products: `choose_token_tile` in core/mrv2/kernels/token_tile.py and `choose_vector_tile` in vector_tile.py; where the
   sum over a layer (`layers`) is below cuBLAS's: `FROM_TOKENS`, and in core/mrv2/layers/fused.py the bounds on tokens.
-- attention: `choose_tile` and `choose_splits` in core/mrv2/kernels/decode_attention.py.
+- attention: `choose_tile` and `choose_splits` in core/mrv2/kernels/decode_splits.py.
 - step: `DEPENDENT_TOKENS` in core/mrv2/kernels/dependent.py, where `dependent` is quicker, `same_tokens` true.
 """
 

@@ -1,13 +1,17 @@
 """An adapter inside vLLM beside vLLM's own class of the same model: the same tokens, and the same speed?
 
 Qwen3-0.6B's shape with random weights, in one checkpoint that both arms load: vLLM's `Qwen3ForCausalLM`, and the qwen
-adapter as `Mrv2Qwen3ForCausalLM`. Both run in Model Runner V2 with the same settings and with CUDA graphs.
+adapter as `Mrv2Qwen3ForCausalLM`; with `--family llama` the same without norms of queries and keys, as Llama's classes.
+Both run in Model Runner V2 with the same settings and with CUDA graphs.
 
 1. float32: greedy tokens of 8 prompts of different lengths are equal.
-2. bfloat16: log-probabilities of the same texts (which vLLM's class has sampled) and the best token at each position.
+2. bfloat16: log-probabilities of the same texts (which vLLM's class has sampled) and the best token at each position;
+   as a control the same of vLLM's class started once more, and of each arm asked twice: how far the same code is from
+   itself.
 3. bfloat16: tokens per second, the arms taking turns, medians.
 
-    python benchmarks/vllm_host.py [--tp 2] [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
+    python benchmarks/vllm_host.py [--family llama] [--tp 2] [--parts tokens logprobs speed]
+        [--json benchmarks/results/vllm_host-h200.json] [--seconds 540]
 
 Needs a GPU and vLLM (vllm_site.sh installs what was brought along); `--tiny` runs every line on a CPU. The file is
 written after each part, and logs of the arms beside it. An arm that fails or takes too long shows the end of its log,
@@ -37,7 +41,10 @@ from safetensors.torch import save_file
 from timing import environment
 from vllm_process import START_SECONDS, STEP_SECONDS, Arm, ArmError
 
-ARMS = {"theirs": "Qwen3ForCausalLM", "ours": "Mrv2Qwen3ForCausalLM"}
+FAMILIES = {"qwen": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
+CLASSES = {"qwen": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARMS = {"theirs": "", "ours": "Mrv2", "again": ""}
+"""What stands before vLLM's class in the name of the arm's. `again` is vLLM's own class started once more."""
 TINY_SHAPE = SHAPE | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -63,6 +70,9 @@ CASES = ((32, 32, 512, 0.0), (256, 32, 512, 0.0), (256, 32, 512, 1.0))
 """Requests, tokens in, tokens out, temperature."""
 TINY_CASES = ((2, 4, 8, 0.0), (4, 4, 8, 0.0))
 MAX_ROUNDS = 7
+Row = tuple[float, int, float, float]
+"""See `Arm.score` in vllm_arm.py."""
+
 DTYPES = {"tokens": "float32", "logprobs": "bfloat16", "speed": "bfloat16"}
 """The parts, and what they run in."""
 
@@ -70,12 +80,13 @@ DTYPES = {"tokens": "float32", "logprobs": "bfloat16", "speed": "bfloat16"}
 # -- what the arms load --------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
+def make_checkpoint(folder: Path, family: str, shape: dict[str, Any]) -> None:
     """Config and weights, bfloat16: both types compute with the same values."""
-    transformers.Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    config = FAMILIES[family](**shape, architectures=[CLASSES[family]], dtype="bfloat16")
+    config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, size in parameters(shape).items():
+    for name, size in parameters(shape, qk_norm=family == "qwen").items():
         if len(size) == 1:
             value = torch.full(size, PEAK if name == "model.norm.weight" else 1.0)
         else:
@@ -84,8 +95,8 @@ def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def parameters(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of a Qwen3 checkpoint with a tied head, by name."""
+def parameters(shape: dict[str, Any], *, qk_norm: bool) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint with a tied head, by name."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
     layer: dict[str, tuple[int, ...]] = {
@@ -94,13 +105,13 @@ def parameters(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
         "post_attention_layernorm": (hidden,),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    if qk_norm:
+        layer |= {f"self_attn.{name}_norm": (head,) for name in "qk"}
     ends = {"model.embed_tokens.weight": (shape["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     numbers = range(shape["num_hidden_layers"])
     return ends | {f"model.layers.{i}.{name}.weight": size for i in numbers for name, size in layer.items()}
@@ -112,7 +123,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, arm: str, dtype: str
     gib = 0.0625 if args.tiny else 2 if exact else 20
     settings = {
         "model": str(folder),
-        "hf_overrides": {"architectures": [ARMS[arm]]},
+        "hf_overrides": {"architectures": [ARMS[arm] + CLASSES[args.family]]},
         "dtype": dtype,
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
@@ -185,33 +196,49 @@ def compare_tokens(theirs: Arm, ours: Arm, vocab: int, n: int) -> dict[str, Any]
     }
 
 
-def compare_logprobs(theirs: Arm, ours: Arm, vocab: int, texts: int, length: int, temperature: float) -> dict[str, Any]:
-    """Teacher-forced: both score texts that vLLM's own class has sampled."""
+def compare_logprobs(
+    theirs: Arm, ours: Arm, again: Arm, vocab: int, texts: int, length: int, temperature: float
+) -> dict[str, Any]:
+    """Teacher-forced: all score texts that vLLM's own class has sampled, twice."""
     rng = random.Random(1)
     prompts = [[rng.randrange(vocab) for _ in range(8)] for _ in range(texts)]
     sampled = theirs.ask("generate", prompts=prompts, n=length - 8, temperature=temperature, seed=0)
     whole = [[*p, *s["tokens"]] for p, s in zip(prompts, sampled, strict=True)]
-    theirs.send("score", texts=whole)
-    ours.send("score", texts=whole)
-    want, got = ([row for text in arm.answer(STEP_SECONDS) for row in text] for arm in (theirs, ours))
-    deltas = [abs(w[0] - g[0]) for w, g in zip(want, got, strict=True)]
-    same = [w[1] == g[1] for w, g in zip(want, got, strict=True)]
-    clear = [w[3] > CLEAR for w in want]
-    mean_delta = statistics.fmean(deltas)
-    agreement = statistics.fmean(same)
-    return {
-        "positions": len(deltas),
-        "chosen_logprob_difference": {"mean": mean_delta, "max": max(deltas)},
-        "positions_bit_equal": statistics.fmean(d == 0 for d in deltas),
-        "top1_agreement": agreement,
-        "clear_positions": sum(clear),
-        "top1_agreement_where_clear": statistics.fmean(s for s, c in zip(same, clear, strict=True) if c),
+    arms = (theirs, ours, again)
+    scores = []
+    for _ in range(2):
+        for arm in arms:
+            arm.send("score", texts=whole)
+        scores.append([[row for text in arm.answer(STEP_SECONDS) for row in text] for arm in arms])
+    (want, got, other), twice = scores
+    found = agreement(want, got)
+    return found | {
+        "control": {
+            "vllm_started_again": agreement(want, other),
+            "vllm_asked_twice": agreement(want, twice[0]),
+            "ours_asked_twice": agreement(got, twice[1]),
+        },
         "reference": {
             "median_gap_nats": statistics.median(w[3] for w in want),
             "mean_top1_logprob": statistics.fmean(w[2] for w in want),
             "mean_chosen_logprob": statistics.fmean(w[0] for w in want),
         },
-        "passes": mean_delta <= 0.05 and agreement >= 0.99,
+        "passes": found["chosen_logprob_difference"]["mean"] <= 0.05 and found["top1_agreement"] >= 0.99,
+    }
+
+
+def agreement(want: list[Row], got: list[Row]) -> dict[str, Any]:
+    """Of two scores of the same texts."""
+    deltas = [abs(w[0] - g[0]) for w, g in zip(want, got, strict=True)]
+    same = [w[1] == g[1] for w, g in zip(want, got, strict=True)]
+    clear = [w[3] > CLEAR for w in want]
+    return {
+        "positions": len(deltas),
+        "chosen_logprob_difference": {"mean": statistics.fmean(deltas), "max": max(deltas)},
+        "positions_bit_equal": statistics.fmean(d == 0 for d in deltas),
+        "top1_agreement": statistics.fmean(same),
+        "clear_positions": sum(clear),
+        "top1_agreement_where_clear": statistics.fmean(s for s, c in zip(same, clear, strict=True) if c),
     }
 
 
@@ -284,13 +311,14 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             arm: Arm(
                 f"{arm} {dtype}",
                 engine_settings(args, work / "model", arm, dtype),
-                arm_environment(work, 2 * i + j, dtype),
+                arm_environment(work, len(ARMS) * i + j, dtype),
                 args.json.with_suffix(f".{arm}-{dtype}.log") if args.json else work / f"{arm}-{dtype}.log",
             )
             for j, arm in enumerate(ARMS)
+            if arm != "again" or ("logprobs" in args.parts and dtype == DTYPES["logprobs"])
         }
     try:
-        make_checkpoint(work / "model", shape)
+        make_checkpoint(work / "model", args.family, shape)
         for arms in engines.values():
             for arm in arms.values():
                 arm.send("start")
@@ -327,6 +355,8 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
             else {"texts": 32, "length": 256, "temperature": 1.0}
         )
         part("logprobs", lambda **arms: compare_logprobs(**arms, vocab=vocab, **how))
+        if control := engines.get(DTYPES["speed"], {}).pop("again", None):
+            control.close()
         cases = TINY_CASES if args.tiny else CASES
         part("speed", lambda **arms: compare_speed(**arms, cases=cases, until=until, save=keep))
     finally:
@@ -337,6 +367,7 @@ def run(args: argparse.Namespace, work: Path, result: dict[str, Any], save: Call
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen")
     parser.add_argument("--tp", type=int, default=1, help="GPUs per engine")
     parser.add_argument("--parts", nargs="+", choices=DTYPES, default=list(DTYPES), help="what to measure")
     parser.add_argument("--json", type=Path, help="file for the result")
@@ -346,7 +377,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the arms are ended too
     result = environment(torch.device("cpu" if args.tiny else "cuda"))
     result["versions"] |= {"vllm": version("vllm"), "transformers": transformers.__version__}
-    result |= {"tensor_parallel_size": args.tp, "final_norm_weight": PEAK}
+    result |= {"family": args.family, "tensor_parallel_size": args.tp, "final_norm_weight": PEAK}
 
     def save() -> None:
         if args.json:

@@ -44,11 +44,11 @@ class RequestData:
     what was generated before.
     """
 
-    req_id: str
+    req_id: str  # unique among requests that haven't ended
     prompt_token_ids: NDArray[np.int32]  # [prompt_len]
     prefill_token_ids: NDArray[np.int32]  # [prefill_len], starts with the prompt
     num_computed_tokens: int  # tokens whose cache entries already exist (prefix-cache hit)
-    sampling: SamplingParams
+    sampling: SamplingParams  # as the caller gave it
     seed: int  # of its draws: the caller's, or one the engine drew
     len_limit: int  # total tokens (prompt + generated) at which the device stops it
     stop_token_ids: tuple[int, ...]  # the caller's and, unless ignored, the model's own end tokens

@@ -677,3 +677,14 @@ class RecordError(Mrv2Error):
 
     code = "MRV2-703"
     title = "no conformance record"
+
+
+class RunFileError(Mrv2Error):
+    """The file of a recorded run can't be read or written: it is damaged, of another format, from another version, or
+    exists already, which `--record` never overwrites.
+
+    `mrv2 generate … --record RUN` writes such a file, `mrv2 replay RUN` reads it.
+    """
+
+    code = "MRV2-704"
+    title = "unusable run"

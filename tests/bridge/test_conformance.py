@@ -10,6 +10,8 @@ from mrv2.testing.check import jobs, run_job
 pytestmark = pytest.mark.timeout(900)
 
 HERON = Path(__file__).parents[1] / "testing" / "mutants" / "heron"
+ACME = Path(__file__).parents[2] / "examples" / "acme"
+slow = pytest.mark.slow
 
 
 def run(subject, name):
@@ -17,9 +19,23 @@ def run(subject, name):
     return run_job(subject, job)
 
 
-@pytest.mark.parametrize("name", ["in_vllm", pytest.param("in_vllm_in_two_stages", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["in_vllm", pytest.param("in_vllm_in_two_stages", marks=slow)])
 def test_the_clean_sample_passes_inside_vllm(name):
     result = run(Subject(str(HERON)), name)
+    assert result.outcome is Outcome.PASSED, result.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "in_vllm",
+        pytest.param("in_vllm_in_chunks", marks=slow),
+        pytest.param("in_vllm_on_two_ranks", marks=slow),
+        pytest.param("in_vllm_in_two_stages", marks=slow),
+    ],
+)
+def test_a_package_whose_reference_is_recorded_passes_inside_vllm(name):
+    result = run(Subject(str(ACME)), name)
     assert result.outcome is Outcome.PASSED, result.message
 
 

@@ -93,10 +93,11 @@ def _refusals(llm, params):
 
 
 def _server(llm, prompt):
-    """A server renders in its event loop."""
+    """A server renders in its event loop, and tells every template what it has defaults for."""
     from vllm.renderers import ChatParams
 
-    _, rendered = asyncio.run(llm.llm_engine.renderer.render_messages_async(CHAT, ChatParams()))
+    params = ChatParams(chat_template_kwargs={"cohere_format": "cmd4"})
+    _, rendered = asyncio.run(llm.llm_engine.renderer.render_messages_async(CHAT, params))
     assert rendered["prompt_token_ids"] == prompt
 
 

@@ -92,6 +92,7 @@ def test_the_adapters_own_typed_errors_pass_unchanged(local_site):
 
 
 def test_capabilities_are_required_per_host(local_site):
+    """What isn't declared is refused by name (O2)."""
     capabilities = {"gguf": "native", "lora": "vllm", "prefix_caching": "both", "quantization": "no"}
     lines = "".join(f'{k} = "{v}"\n' for k, v in capabilities.items())
     local_site.add("acme", manifest=local_site.manifest("acme") + "[capabilities]\n" + lines)

@@ -13,7 +13,7 @@ import mrv2
 from mrv2.api import SDK_API
 from mrv2.cli.changes import CHANGES, changes_since
 from mrv2.hookspecs import HOOKS
-from mrv2.testing import errors_page, surface
+from mrv2.testing import errors_page, hooks_page, surface
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = Path(__file__).parent / "surface.json"
@@ -79,3 +79,9 @@ def test_every_export_exists_and_is_typed():
 def test_the_page_of_errors_is_made_from_the_classes():
     page = (ROOT / "docs/errors.md").read_text()
     assert page == errors_page.render(), "run: python -m mrv2.testing.errors_page docs/errors.md"
+
+
+def test_the_page_of_hooks_is_made_from_the_specifications():
+    page = (ROOT / "docs/hooks.md").read_text()
+    assert page == hooks_page.render(), "run: python -m mrv2.testing.hooks_page docs/hooks.md"
+    assert all(f"## {name}\n" in page for name in HOOKS)

@@ -16,7 +16,8 @@ suite() {
   [ $code = 0 ] || [ $code = 5 ] || status=$code # 5: what was asked for has no such test
 }
 set -- tests/gpu tests/kernels tests/state tests/sample tests/layers/test_fused_kernels.py tests/layers/test_moe.py \
-  tests/runner adapters/*/tests/test_conformance.py examples/recurrent/tests/test_conformance.py --mrv2-levels L2 "$@"
+  tests/runner adapters/*/tests/test_conformance.py examples/*/tests/test_conformance.py examples/acme/tests/test_kernels.py \
+  --mrv2-levels L2 "$@"
 # shellcheck disable=SC2086
 suite $parallel -m "not alone" "$@"
 suite -m alone "$@"

@@ -18,7 +18,7 @@ from mrv2.attn.triton import TritonAttention
 from mrv2.kernels.attend_projected import attend_projected
 from mrv2.kernels.attention_tile import score_factors
 from mrv2.kernels.decode_attention import decode_attention
-from mrv2.kernels.decode_splits import DecodeWorkspace, choose_splits
+from mrv2.kernels.decode_splits import SLOTS_PER_PROCESSOR, DecodeWorkspace, choose_splits
 from mrv2.kernels.prefill_attention import prefill_attention
 from mrv2.kernels.write_kv_cache import write_kv_cache
 from mrv2.testing import check_kernel
@@ -304,9 +304,10 @@ def test_splits_fit_the_workspace(processors: int) -> None:
     for num_pairs in (1, 2, 7, 16, 17, 63, 64, 100, 132, 133, 528, 529, 4096, 5000):
         for reach in (1, 100, 5000, 1 << 20):
             num_splits, min_split = choose_splits(num_pairs, reach, processors)
-            assert num_splits == 1 or num_splits * num_pairs <= 32 * processors
+            assert num_splits == 1 or num_splits * num_pairs <= SLOTS_PER_PROCESSOR * processors
             assert (num_splits - 1) * min_split < reach
     assert choose_splits(8, 32768, 132) == (99, 32)
-    assert choose_splits(256, 32768, 132) == (3, 64)
-    assert choose_splits(2048, 1024, 132) == (1, 1024)
-    assert choose_splits(1024, 32768, 132) == (4, 1024)
+    assert choose_splits(256, 1024, 132) == (3, 64)
+    assert choose_splits(256, 32768, 132) == (16, 256)
+    assert choose_splits(2048, 1024, 132)[0] == 1
+    assert choose_splits(2048, 32768, 132) == (4, 512)

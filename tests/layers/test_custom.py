@@ -39,6 +39,7 @@ def make_meta(computed, lens, *, padding=0, **fields):
 
 
 def test_tokens_come_back_in_order_from_scattered_blocks():
+    """In pages that are strided (C1)."""
     table = torch.tensor([[5, 2, 7], [3, 6, 0], [0, 0, 0]], dtype=torch.int32)
     computed, lens, size = [6, 0], [3, 5], 4
     places = [(i, p) for i in range(2) for p in range(computed[i], computed[i] + lens[i])]
@@ -86,7 +87,17 @@ def test_steps_walk_ragged_requests_and_the_last_state_is_stored():
     assert cache["s"][1:].tolist() == [9, 31, 31]
 
 
+def test_a_request_may_be_moved_to_another_slot_between_two_steps():
+    """Slots are the metadata's to say (C3)."""
+    x, cache = torch.tensor([1.0, 2, 4, 8]), {"s": torch.full((4,), NAN)}
+    first = run_sums(make_meta([0], [2], state_slots=torch.tensor([[3]]).int()), x[:2], cache)
+    cache["s"][1], cache["s"][3] = cache["s"][3].clone(), NAN
+    second = run_sums(make_meta([2], [2], state_slots=torch.tensor([[1]]).int()), x[2:], cache)
+    assert torch.cat((first, second)).tolist() == [1, 3, 7, 15]
+
+
 def test_with_drafts_a_verifying_request_keeps_the_state_after_each_token():
+    """Which column to read and which to write (C6)."""
     slots = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 0]]).int()
     meta = make_meta(
         [5, 4],

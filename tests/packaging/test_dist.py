@@ -32,7 +32,12 @@ def dist(tmp_path_factory):
     source = tmp_path_factory.mktemp("source") / "mrv2"
     run("git", "clone", "--quiet", ROOT, source)
     stamp = source.parent / "installed"  # the tools are those of this environment; nothing is installed
-    for name in ("requirements-dev.txt", "pyproject.toml", *(f"adapters/{a}/pyproject.toml" for a in ADAPTERS)):
+    for name in (
+        "requirements-dev.txt",
+        "requirements-docs.txt",
+        "pyproject.toml",
+        *(f"adapters/{a}/pyproject.toml" for a in ADAPTERS),
+    ):
         os.utime(source / name, (1, 1))
     stamp.touch()
     run("make", "dist", f"STAMP={stamp}", f"BIN={Path(sys.executable).parent}", cwd=source)
@@ -62,6 +67,16 @@ def test_index_lists_every_wheel(dist):
         assert f'href="{name}/"' in index
         page = (dist / "simple" / name / "index.html").read_text()
         assert [w for w in (dist / "simple" / name).glob("*.whl") if f'href="{w.name}"' in page]
+
+
+def test_wheels_are_enough_without_an_index(dist, tmp_path):
+    """As `docs/offline.md` has it; what ours need from others is taken from this environment."""
+    pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", dist, "--no-deps", "--quiet")
+    run(*pip, "--target", tmp_path / "site", "mrv2", "mrv2-adapter-qwen")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MRV2_")} | {"PYTHONPATH": str(tmp_path / "site")}
+    listed = json.loads(run(sys.executable, "-P", "-m", "mrv2", "list", "--json", cwd=tmp_path, env=env))
+    (qwen,) = (a for a in listed["adapters"] if a["name"] == "qwen")
+    assert (qwen["manifest"].startswith(str(tmp_path)), qwen["error"]) == (True, None)
 
 
 def test_an_adapter_installed_alone_brings_the_core(dist, tmp_path):

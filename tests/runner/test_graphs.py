@@ -112,6 +112,8 @@ def test_draws_and_logprobs_equal_eager_ones(any_tiny):
 
 
 def test_logprobs_of_decodes_and_prefills_in_one_step(tiny):
+    """A step in two parts, each with its view (P4)."""
+
     def logprobs(parts):
         params = SamplingParams(temperature=0, max_tokens=9, logprobs=3)
         requests = [parts.intake.request(str(i), p, params) for i, p in enumerate(ragged_prompts(4, seed=2))]

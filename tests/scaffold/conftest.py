@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mrv2.cli.app import run
+
 ROOT = Path(__file__).parents[2]
 SHIM = '#!/bin/sh\nexec "{python}" -m {module} "$@"\n'
 PIP = """#!/bin/sh
@@ -88,3 +90,47 @@ def fresh(tmp_path_factory):
 def elsewhere(tmp_path_factory):
     """Where their wheels are installed."""
     return Fresh(tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("mypy"))
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """The current folder, empty."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def contents():
+    """Every file of a folder by its path, empty folders too."""
+
+    def read(folder):
+        folder = Path(folder)
+        paths = sorted(folder.rglob("*"))
+        empty = {f"{p.relative_to(folder)}/": "" for p in paths if p.is_dir() and not any(p.iterdir())}
+        return empty | {p.relative_to(folder).as_posix(): p.read_text(errors="replace") for p in paths if p.is_file()}
+
+    return read
+
+
+@pytest.fixture
+def make():
+    """`mrv2 new-adapter`, which has to succeed."""
+
+    def new_adapter(*argv):
+        assert run(["new-adapter", *argv]) == 0
+
+    return new_adapter
+
+
+@pytest.fixture
+def refused(capsys, contents):
+    """The message of a refusal; nothing may have changed."""
+
+    def refuse(*argv):
+        before = contents(".")
+        assert run(["new-adapter", *argv]) == 2
+        assert contents(".") == before
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    return refuse

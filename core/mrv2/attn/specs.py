@@ -36,7 +36,7 @@ class CacheTensor:
 class PerToken:
     """A cache that grows by one entry per token. Kernels see [num_blocks, block_size, *shape], strided."""
 
-    tensors: Mapping[str, CacheTensor]
+    tensors: Mapping[str, CacheTensor]  # by the name that the kernel knows them by
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block: the tensors one after the other, each with all its tokens."""
@@ -51,7 +51,7 @@ class PerToken:
 class PerRequest:
     """A state of fixed size per request. Kernels see [num_slots, *shape], strided; a slot is one block."""
 
-    tensors: Mapping[str, CacheTensor]
+    tensors: Mapping[str, CacheTensor]  # by the name that the kernel knows them by
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one slot, whatever the block size."""

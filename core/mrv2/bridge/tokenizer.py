@@ -27,8 +27,10 @@ try:
 except ImportError:  # 0.26
     from vllm.entrypoints.chat_utils import parse_chat_messages, parse_chat_messages_async
 
-TEMPLATE_OPTIONS = frozenset({"add_generation_prompt", "return_dict", "tokenize"})
-"""What a chat template is told by vLLM that `mrv2_tokenizer` has a place for, or no use."""
+TEMPLATE_OPTIONS = frozenset({"add_generation_prompt", "cohere_format", "return_dict", "tokenize"})
+"""What a chat template is told by vLLM that `mrv2_tokenizer` has a place for, or no use. `vllm serve` says to every
+template which format one family's models would want.
+"""
 
 NO_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 

@@ -98,6 +98,12 @@ COMMANDS: Mapping[str, Command] = {
             "mrv2 generate ./model --input prompts.jsonl --output answers.jsonl",
         ),
     ),
+    "replay": Command(
+        "mrv2.cli.replay:command",
+        "Run a recorded run again, as it was or with one thing changed, and say where tokens part.",
+        ("mrv2 replay run.json", "mrv2 replay run.json --eager --max-num-seqs 1 --json"),
+        wrong="tokens differ",
+    ),
     "serve": Command(
         "mrv2.cli.serve:command",
         "Serve a model by its adapter inside vLLM, with vLLM's OpenAI server.",

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +22,9 @@ from mrv2.sample.params import SamplingParams
 
 _Outcome = ResultFuture | Mrv2Error
 """What became of a job: a result to come, or what is wrong with its line."""
+
+OnResult = Callable[["Job", RequestOutput], None]
+"""Told of each result."""
 
 LINE_KEYS = frozenset({"id", "prompt", "messages", "timeout"})
 
@@ -92,7 +95,11 @@ def jobs_from_file(path: Path, defaults: Defaults) -> list[Job]:
     return jobs
 
 
-def run_stream(llm: LLM, job: Job, *, show_pieces: bool) -> int:
+def _ignore(job: Job, result: RequestOutput) -> None:
+    pass
+
+
+def run_stream(llm: LLM, job: Job, *, show_pieces: bool, on_result: OnResult = _ignore) -> int:
     """Print one answer, as it comes or at its end, and statistics on stderr."""
     prompt = _prompt(llm, job)
     if llm.model.tokenizer is None:
@@ -100,6 +107,7 @@ def run_stream(llm: LLM, job: Job, *, show_pieces: bool) -> int:
         print(" ".join(str(t) for t in result.outputs[0].token_ids))
     else:
         result = asyncio.run(_print_pieces(llm, prompt, job, show_pieces=show_pieces))
+    on_result(job, result)
     print(_statistics([result], result.timing.total_time), file=sys.stderr)
     return 0
 
@@ -114,7 +122,9 @@ async def _print_pieces(llm: LLM, prompt: Prompt, job: Job, *, show_pieces: bool
     raise EngineError("the stream ended without a result", where="mrv2 generate", fix="report this as a bug")
 
 
-def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: bool) -> int:
+def run_batch(
+    llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: bool, on_result: OnResult = _ignore
+) -> int:
     """Run all jobs as one batch; results as JSON in the order of the input, each as soon as its turn comes.
 
     Returns:
@@ -124,7 +134,7 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
     started = deque(_start(llm, job, single=single) for job in jobs[:1])  # wrong alone, it leaves no file behind
     results: list[RequestOutput] = []
     num_errors = 0
-    with _opened(output) as out, _progress(len(jobs)) as advance:
+    with _opened(output) as out, progress(len(jobs), "generating") as advance:
 
         def report(job: Job, outcome: _Outcome) -> None:
             nonlocal num_errors
@@ -134,9 +144,10 @@ def run_batch(llm: LLM, jobs: Sequence[Job], output: Path | None, *, single: boo
                 record["error"] = outcome.to_dict()
             else:
                 results.extend(llm.wait([outcome]))
+                on_result(job, results[-1])
                 record |= _record(llm, results[-1])
             print(_dumps(record, out, indent=2 if single else None), file=out, flush=True)
-            advance()
+            advance(1)
 
         for job in jobs[1:]:
             started.append(_start(llm, job, single=single))
@@ -280,17 +291,17 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar on a terminal's stderr, nothing in a pipe."""
+def progress(total: int, doing: str) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's stderr, nothing in a pipe; what is yielded moves it on by a number of requests."""
     if total < 2 or not sys.stderr.isatty():
-        yield lambda: None
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("generating", total=total)
-        yield lambda: bar.advance(task)
+        task = bar.add_task(doing, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def _statistics(results: Sequence[RequestOutput], seconds: float) -> str:

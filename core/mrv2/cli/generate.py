@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,8 @@ from mrv2.cli.options import Adapters, Json
 if TYPE_CHECKING:
     from mrv2.cli.batch import Job
     from mrv2.frontend.llm import LLM
+    from mrv2.frontend.results import RequestOutput
+    from mrv2.testing.replay import Recorder
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, hub id, or a bundled name: smollm2.")]
 PromptText = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="Text; without it, standard input is read.")]
@@ -66,6 +68,10 @@ Graphs = Annotated[
 PrefixCaching = Annotated[
     bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: if the adapter offers it.")
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="RUN", help="Write what `mrv2 replay RUN` needs to a new file: prompts too."),
+]
 
 
 def command(
@@ -96,6 +102,7 @@ def command(
     prefix_caching: PrefixCaching = None,
     graphs: Graphs = None,
     debug_runner: DebugRunner = False,
+    record: Record = None,
     adapter: Adapters = None,
     json: Json = False,
 ) -> int:
@@ -137,9 +144,14 @@ def command(
         jobs = jobs_from_file(input, defaults)
     else:
         jobs = jobs_from_text(read_stdin() if prompt is None else prompt, defaults)
-    llm = _load(
+    if record is not None:
+        from mrv2.testing.runs import check_free
+
+        check_free(record)
+    llm, recorder = _load(
         model,
         adapter,
+        record=record is not None,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
@@ -150,14 +162,33 @@ def command(
         graphs=graphs,
         debug=debug_runner,
     )
+
+    def note(job: Job, result: RequestOutput) -> None:
+        if recorder is not None:
+            recorder.note(job.line, job.id, result)
+
     with llm:
         if input is None and output is None and not json:
             show_pieces = sys.stdout.isatty() if stream is None else stream
-            return run_stream(llm, jobs[0], show_pieces=show_pieces)
-        return run_batch(llm, jobs, output, single=input is None)
+            code = run_stream(llm, jobs[0], show_pieces=show_pieces, on_result=note)
+        else:
+            code = run_batch(llm, jobs, output, single=input is None, on_result=note)
+    if recorder is not None and record is not None:
+        count = recorder.write(record)
+        what = f"{count} request{'s' if count != 1 else ''} recorded in {record}" if count else "nothing to record"
+        print(f"[{what}]", file=sys.stderr)
+    return code
 
 
-def _load(model: str, adapters: list[str] | None, **settings: object) -> LLM:
+def _load(model: str, adapters: list[str] | None, *, record: bool, **settings: Any) -> tuple[LLM, Recorder | None]:
+    from mrv2.frontend.build import EngineConfig, assemble, load
     from mrv2.frontend.llm import LLM
 
-    return LLM(model, adapters=adapters or (), **settings)
+    if not record:
+        return LLM(model, adapters=adapters or (), **settings), None
+    from mrv2.testing.replay import Recorder
+
+    config = EngineConfig(**settings)
+    loaded = load(model, config, adapters or ())
+    recorder = Recorder(loaded, config, assemble(loaded, config), adapters=adapters or ())
+    return LLM.from_parts(loaded, config, recorder.parts), recorder

@@ -52,7 +52,6 @@ DEFAULT_MAX_MODEL_LEN = 8192
 STATE_CHECKPOINTS = 4
 """Copies of a request's state in the prefix cache, for each request that can run: one or two are in use."""
 
-
 DEBUG_KV_MEMORY = 2**30
 """Bytes. Debug mode reads the whole cache in every step."""
 
@@ -161,6 +160,7 @@ class LoadedModel:
     chunked_prefill: bool  # whether the adapter allows prompts to be cut
     prefix_caching: bool  # whether it allows requests to share cached blocks
     processors: Sequence[type[LogitsProcessor]] = ()  # the adapter's own, of logits
+    entry: AdapterEntry | None = None  # what is known of the adapter; None: the model was made without one
 
 
 def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
@@ -201,6 +201,7 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
         config=model_config,
         tokenizer=load_tokenizer(ctx, adapter),
         adapter=f"{adapter.entry.dist or adapter.name} {adapter.entry.version or ''}".strip(),
+        entry=adapter.entry,
         chunked_prefill=_offers(adapter.entry, Capability.CHUNKED_PREFILL),
         prefix_caching=_offers(adapter.entry, Capability.PREFIX_CACHING),
     )

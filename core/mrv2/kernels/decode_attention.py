@@ -136,8 +136,8 @@ def launch_decode(
     block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
     pairs, processors = num_decodes * kv_heads, workspace.processors(q.device)
-    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, processors=processors)
-    reach = max_seq_len if window is None else min(max_seq_len, window + tile.keys - 1)
+    reach = max_seq_len if window is None else min(max_seq_len, window)
+    tile = workspace.tile or choose_tile(head_dim, cache.dtype, pairs=pairs, reach=reach, processors=processors)
     num_splits, min_split = workspace.splits or choose_splits(pairs, reach, processors)
     partials = workspace.partials(q.device, group, head_dim)
     factor, cap = score_factors(scale, soft_cap)
@@ -271,7 +271,10 @@ def _decode_attention_kernel(
                 kept = (d < tl.where(slot >= 0, HEAD_DIM, 0))[None, :]
                 tl.store(target, k, mask=kept)
                 tl.store(target + kv_stride, v, mask=kept)
-                top = tl.sum(queries.to(tl.float32) * k.to(tl.float32), 1) * scale
+                # A sum of this and nothing: rounded in every lane, before lanes add what others have. Plain products
+                # would be fused into those sums, and lanes that hold the same row differ in its last bit.
+                nothing = k.to(tl.float32) * 0.0
+                top = tl.sum(tl.fma(queries.to(tl.float32), k.to(tl.float32), nothing), 1) * scale
                 if SOFT_CAP:
                     top = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * top)))
                 total = tl.full([BLOCK_G], 1.0, tl.float32)

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from mrv2.kernels.registry import triton
 
-_SLOTS_PER_PROCESSOR = 32
+SLOTS_PER_PROCESSOR = 64
 """Partial results there is room for."""
+
+ALIKE = 1024
+"""Up to this bound requests are taken to be about as long as one another."""
 
 PROGRAMS_PER_PROCESSOR = 6
 """What pairs are split for: enough loads are on their way then, and combining costs no more than is gained."""
@@ -60,7 +63,7 @@ class DecodeWorkspace:
             # Memory from a graph's own pool would be zeroed at replay only, not for the steps in between.
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not capturing, "run the step once before capturing it"
-            slots = _SLOTS_PER_PROCESSOR * self.processors(device)
+            slots = SLOTS_PER_PROCESSOR * self.processors(device)
             found = self._partials[key] = Partials(
                 acc=torch.empty(slots, group, head_dim, dtype=torch.float32, device=device),
                 stats=torch.zeros(slots, group, 2, dtype=torch.float32, device=device),
@@ -73,20 +76,23 @@ def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int
     """Programs per pair of request and key head, and tokens that a split is at least given.
 
     Lengths are known to the device only. Few pairs are split until all processors are busy, the fewer the shorter the
-    splits. Many are split only where they are long, so that one long request among short ones isn't left to a few
-    programs.
+    splits. Beyond `ALIKE` lengths may be far apart, and most of the time would be spent on the last few long requests:
+    there splits have a size, and long requests more of them (at lengths of 100 to 2,000 that is 9 % quicker on an H200
+    at 256 requests, 20 % at 64, 27 % at 32, and within 4 % where all have 4,096).
 
     Args:
         num_pairs: requests times key heads.
         reach: upper bound of the keys of one query.
         processors: multiprocessors of the device.
     """
-    most, min_split = round(PROGRAMS_PER_PROCESSOR * processors / num_pairs), 64
-    if most <= 1:
-        most, min_split = _SLOTS_PER_PROCESSOR * processors // num_pairs, 1024
-    elif most >= 64:
-        min_split = 32
-    return max(1, min(most, triton.cdiv(reach, min_split))), min_split
+    room = SLOTS_PER_PROCESSOR * processors // num_pairs
+    most = max(1, round(PROGRAMS_PER_PROCESSOR * processors / num_pairs))
+    if reach > ALIKE:
+        min_split = max(32, triton.next_power_of_2(ALIKE // 2 // most))
+        most = max(most, 16)
+    else:
+        min_split = 32 if most >= 64 else 64
+    return max(1, min(most, room, triton.cdiv(reach, min_split))), min_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +104,17 @@ class Tile:
     num_stages: int
 
 
-def choose_tile(head_dim: int, dtype: torch.dtype, *, pairs: int, processors: int) -> Tile:
+def choose_tile(head_dim: int, dtype: torch.dtype, *, pairs: int, reach: int, processors: int) -> Tile:
     """By dtype and head size, and by how many programs there are to a processor.
 
     Small tiles leave no processor idle at the end, and loads of several programs hide one another's wait. One warp
-    does where few programs share a processor, and where all of them just fit; between and beyond, two are quicker (as
-    `benchmarks/tune_decode.py` found on an H200 at lengths of 288, 1024 and 4096).
+    does where few programs share a processor, where all of them just fit, and where lengths differ; between and beyond,
+    two are quicker (as `benchmarks/tune_decode.py` found on an H200). Arguments as in `choose_splits`.
     """
     wide = triton.next_power_of_2(head_dim)
     if dtype == torch.float32:  # no matrix units at this precision: spread wide, to stay in registers
         return Tile(keys=32, num_warps=8, num_stages=2)
     if wide <= 128:
-        single = pairs <= 2 * processors or 5 * processors < pairs <= 8 * processors
+        single = reach > ALIKE or pairs <= 2 * processors or 5 * processors < pairs <= 8 * processors
         return Tile(keys=16, num_warps=1 if single else 2, num_stages=4)
     return Tile(keys=32, num_warps=4, num_stages=3)

@@ -248,7 +248,7 @@ class Slot:
 
     param: str  # name of the parameter it is part of, relative to the module that lists it
     shape: tuple[int, ...] | None  # global; None: of a quantisation method, whose `load` checks shape and dtype itself
-    load: Callable[[Tensor], object] | None
+    load: Callable[[Tensor], object] | None  # copies a tensor into place; None: the value lives elsewhere
     optional: bool = False  # has a default value when the checkpoint lacks it
     same: Callable[[Tensor], bool] | None = None  # of a tied slot: whether a copy is equal; None: compared as it is
 
@@ -313,9 +313,9 @@ class WeightMap:
 class ModelClass(Protocol):
     """What `mrv2_model` returns: a class, since vLLM inspects classes before an instance exists."""
 
-    weight_map: ClassVar[WeightMap]
-    parts: ClassVar[tuple[type, ...]]
-    recurrent: ClassVar[bool]
+    weight_map: ClassVar[WeightMap]  # the checkpoint's names to attribute paths
+    parts: ClassVar[tuple[type, ...]]  # `InputPart` classes, one per extra input of `forward`
+    recurrent: ClassVar[bool]  # whether a layer keeps a state per request
 
     def __call__(self, layers: LayerSet, config: Any) -> nn.Module:
         """Build the model from the host's layer set and the checkpoint's config."""

@@ -18,8 +18,8 @@ class DecoderBlock(nn.Module):
     A subclass builds `self_attn` and `mlp` in its constructor `(L, config, i)`, `i` the layer's number.
     """
 
-    self_attn: nn.Module
-    mlp: nn.Module
+    self_attn: nn.Module  # called with (h, positions, ctx)
+    mlp: nn.Module  # called with (h, ctx)
 
     def forward(self, h: Stream, positions: Tensor, ctx: StepContext) -> Stream:
         """The residual stream after this layer; `positions` [num_tokens]."""
@@ -57,6 +57,12 @@ class CausalLM(nn.Module):
     Args:
         L: the host's layer set.
         config: see `Decoder`.
+
+    Attributes:
+        weight_map: renames norms; a family with other names has its own.
+        parts: none.
+        recurrent: no.
+        block: the family's `DecoderBlock`.
     """
 
     weight_map: ClassVar[WeightMap] = WeightMap(

@@ -45,17 +45,17 @@ def _no_copies() -> BlockCopies:
 class StepPlan:
     """One step. Requests with one query token come first, so that decode attention is one batch."""
 
-    step_id: int
+    step_id: int  # counts up from 1
     removed: tuple[tuple[int, str], ...]  # (row, req_id) of requests that left since the last plan
     added: tuple[tuple[int, RequestData], ...]  # (row, request), new or resumed
     rows_np: NDArray[np.int32]  # [num_reqs]
     query_lens_np: NDArray[np.int32]  # [num_reqs] tokens computed in this step
     block_writes: tuple[BlockWrites, ...]  # one per KV group
-    num_decodes: int
-    num_tokens: int
-    max_query_len: int
+    num_decodes: int  # the first num_decodes requests have query length 1
+    num_tokens: int  # of all requests together
+    max_query_len: int  # exact
     max_seq_len: int  # upper bound over the batch, this step included
-    copies: BlockCopies = field(default_factory=_no_copies)
+    copies: BlockCopies = field(default_factory=_no_copies)  # before all else
     max_decode_len: int | None = None  # upper bound over the first num_decodes; None: max_seq_len
 
     @property

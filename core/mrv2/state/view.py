@@ -16,9 +16,9 @@ class Limits:
     max_rows: int  # rows of the request table, which is also the most requests in one step
     max_num_tokens: int  # most tokens in one step
     max_model_len: int  # most tokens of one request, prompt and generated
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    dtype: torch.dtype = torch.float32
-    vocab_size: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of all buffers
+    dtype: torch.dtype = torch.float32  # the model's
+    vocab_size: int = 0  # token ids are below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class StepView:
     logits_indices: Tensor  # [num_reqs] int64, token index of each request's last token; 0 for padding
     block_tables: tuple[Tensor, ...]  # per KV group [num_reqs, max_blocks] int32; of states [num_reqs, 1]
     slot_mappings: tuple[Tensor, ...]  # per KV group [num_tokens] int64; all -1 for a group of states
-    table: TableView
+    table: TableView  # columns by row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class CacheMeta:
     num_tokens: int  # padded
     max_query_len: int  # upper bound
     max_seq_len: int  # upper bound
-    num_decodes: int
+    num_decodes: int  # the first num_decodes requests have query length 1
     query_start_loc: Tensor  # [num_reqs + 1] int32; padded requests have length 0
     seq_lens: Tensor  # [num_reqs] int32, length after this step
     slot_mapping: Tensor  # [num_tokens] int64 flat slot of each new token; -1 for padding and inactive rows
     block_table: Tensor  # [num_reqs, max_blocks] int32
-    block_size: int
+    block_size: int  # tokens per block of this group
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # from `ModelState.attn_extras`
     state_slots: Tensor | None = None  # groups of states: [num_reqs, 1 + drafts] int32
     read_col: Tensor | None = None  # with drafts: [num_reqs] int32, column with the state after the accepted tokens

@@ -67,6 +67,11 @@ class AdapterConformance:
         adapter: name of an installed adapter, or a path relative to the test's file.
         config: the only config; or
         configs: several by name.
+        reference: see `Target`, as for all that follow but the last.
+        checkpoint: that of the only config, or what writes one.
+        options: `extra_args` that requests may carry.
+        wrong_options: those that have to be refused.
+        tolerances: how far is too far.
         levels: those to run here; others are shown as not run.
     """
 

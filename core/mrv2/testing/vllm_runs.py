@@ -27,6 +27,7 @@ from mrv2.testing.compare import describe, greedy_pair, require_close
 from mrv2.testing.results import ConformanceFailure, NotApplicable, NotRun
 
 if TYPE_CHECKING:
+    from mrv2.testing.references import Answer
     from mrv2.testing.subject import Case
 
 TIMEOUT_S = 900.0
@@ -67,7 +68,7 @@ def check_in_vllm(case: Case, run: VllmRun) -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         raise NotRun(f"there are fewer than {ranks} GPUs")
     # Without a reference the native host answers, which has room for that many.
-    room = CONTEXT if case.answer is None else DEFAULTS["max_model_len"]
+    room = CONTEXT if _answer(case) is None else DEFAULTS["max_model_len"]
     longest = min(room, case.model_config.max_model_len or room) - run.n
     prompts = case.prompts([min(length, longest) for length in run.lens], seed=32)
     options = [dict(case.option(i)) for i in range(len(prompts))]
@@ -87,15 +88,20 @@ def check_in_vllm(case: Case, run: VllmRun) -> None:
         require_close(pairs, compared=compared, tolerance=10 * case.tolerance, causes=causes)
 
 
+def _answer(case: Case) -> Answer | None:
+    """A reference that can be asked about whatever was generated: not a recorded one."""
+    return None if case.answer is None or case.answer.recorded else case.answer
+
+
 def _name(case: Case) -> str:
-    return f"the reference ({case.answer.name})" if case.answer is not None else "the native host"
+    answer = _answer(case)
+    return "the native host" if answer is None else f"the reference ({answer.name})"
 
 
 def _want(case: Case, ids: list[int], options: Mapping[str, Any]) -> torch.Tensor:
-    found = case.answer.logprobs(ids, options) if case.answer is not None else None
-    if found is not None:
-        return found
-    return run_alone(case.loaded, ids, options, device=case.device)
+    answer = _answer(case)
+    found = None if answer is None else answer.logprobs(ids, options)
+    return run_alone(case.loaded, ids, options, device=case.device) if found is None else found
 
 
 def run_in_child(

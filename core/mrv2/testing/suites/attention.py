@@ -48,7 +48,7 @@ def answer(case: Case) -> dict[str, Any] | None:
     """Prompts of all lengths, up to the whole context, are computed as the reference computes them.
 
     Where the first difference lies tells most: at the second token, positions, scale or the heads' order; at the
-    window's size, the window; late and growing, rotation.
+    window's size, the window (M5); late and growing, rotation.
     """
     _check_window(case)
     if case.answer is None:
@@ -190,7 +190,7 @@ def cache_accesses(case: Case) -> None:
     """Kernels write their own entries only, and read what has been written.
 
     The runner's debug mode watches the whole cache, and has NaN wherever a step must not read. `write_tokens`,
-    `read_tokens`, `load_state` and `store_state` keep these rules (B4, B5, C4).
+    `read_tokens`, `load_state` and `store_state` keep these rules (B4, B5, C1, C4).
     """
     try:
         for _ in range(2):

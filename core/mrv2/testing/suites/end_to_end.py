@@ -108,7 +108,8 @@ def cached_prefixes(case: Case) -> None:
     """A prompt whose beginning is cached, at any block edge, goes on as if it had been computed.
 
     What a request keeps beside its cache blocks doesn't come with a hit: everything that later tokens need has to be
-    in caches that the layers declared. With states, `prefix_caching` promises that a state can be copied whole.
+    in caches that the layers declared. With states, `prefix_caching` promises that a state can be copied whole (C7), to
+    another slot (C3).
     """
     if not case.subject.offers(Capability.PREFIX_CACHING):
         raise NotApplicable("prefix_caching isn't declared")

@@ -172,7 +172,7 @@ def _with(case: Case, capability: Capability, settings: Mapping[str, Any]) -> No
 
 @check(Level.VLLM)
 def in_vllm_on_two_ranks(case: Case) -> None:
-    """Inside vLLM: every layer divided over two ranks. Heads of both kinds have to divide."""
+    """Inside vLLM: every layer divided over two ranks (C5). Heads of both kinds have to divide."""
     _with(case, Capability.TENSOR_PARALLEL, {"tensor_parallel_size": 2})
 
 

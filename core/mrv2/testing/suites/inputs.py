@@ -113,7 +113,7 @@ def padding_is_neutral(case: Case) -> None:
 
 @check(Level.CPU)
 def every_input_matters(case: Case) -> None:
-    """Every input reaches `forward`, and changes what comes out.
+    """Every input reaches `forward`, and changes what comes out (M3).
 
     An input that is computed, stored and not used is a feature that is missing in silence.
     """
@@ -199,7 +199,7 @@ def _whole(case: Case, requests: list[Fed]) -> list[dict[str, Tensor]]:
 
 @check(Level.CPU)
 def options_are_checked(case: Case) -> None:
-    """Requests' options are accepted or refused when a request arrives.
+    """Requests' options are accepted or refused when a request arrives (O1).
 
     What no part knows is refused by itself; a part's own are described by its pydantic model, `InputPart.options`.
     """

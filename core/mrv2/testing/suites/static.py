@@ -28,7 +28,7 @@ HOSTS = ("vllm",)
 
 @check(Level.STATIC, whole=True)
 def hooks(subject: Subject) -> None:
-    """The manifest is valid, the package imports, and its hooks give classes for every architecture.
+    """The manifest is valid, the package imports, and its hooks give classes for every architecture (M2).
 
     The message names the hook, file and line. `mrv2 doctor NAME` says the same, and more about the environment.
     """
@@ -97,7 +97,7 @@ def settings_of_torch(subject: Subject) -> None:
 
 @check(Level.STATIC)
 def builds(case: Case) -> None:
-    """The model is built from its config, and every layer is stored under the name it was given.
+    """The model is built from its config, and every layer is stored under the name it was given (M1, C7).
 
     LoRA, quantisation, caches and checkpoints go by names. Pass `L.scope(attribute)` to sub-modules, and an
     attribute's own name to the layer that is stored in it. `recurrent` says whether a layer keeps a state per request.
@@ -118,7 +118,7 @@ def builds(case: Case) -> None:
 
 @check(Level.STATIC)
 def uses_what_it_declares(case: Case) -> None:
-    """What the model's layers use is declared in `adapter.toml`.
+    """What the model's layers use is declared in `adapter.toml` (C7, O2).
 
     Hosts refuse what isn't declared. Add the capability with the hosts that have it.
     """

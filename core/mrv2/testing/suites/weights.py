@@ -30,7 +30,7 @@ EXPERT = re.compile(r"\.experts?\.\d+\.")
 
 @check(Level.CPU, Level.GPU)
 def loads(case: Case) -> None:
-    """The checkpoint fills the model, strictly.
+    """The checkpoint fills the model, strictly (W1, W2).
 
     The message lists names that are missing, left over, or of another shape. `weight_map` renames checkpoint names to
     the model's attribute paths; `mrv2 explain MRV2-202` has more.
@@ -110,7 +110,7 @@ def _used(case: Case) -> list[str]:
 
 @check(Level.CPU)
 def missing_tensors_are_refused(case: Case) -> None:
-    """A checkpoint without one of its tensors is refused, whichever it is, and so is one with a tensor too many.
+    """A checkpoint without one of its tensors is refused, whichever it is, and so is one with a tensor too many (W1).
 
     A slot that isn't filled would stay random, and the model would still write text. Slots are `optional` only if
     they have a value of their own; a `transform` yields nothing for what it didn't get.
@@ -198,7 +198,7 @@ def _logprobs(loaded: LoadedModel, prompts: list[list[int]], option: Mapping[str
 
 @check(Level.CPU, Level.GPU)
 def loading_again(case: Case) -> None:
-    """Other weights loaded in place leave addresses as they were, and nothing of the old ones.
+    """Other weights loaded in place leave addresses as they were, and nothing of the old ones (W3).
 
     Teams that train need it. `finalize_weights()` has to compute everything anew each time it is called.
     """
