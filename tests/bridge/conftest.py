@@ -1,6 +1,7 @@
 """A real vLLM in this process, on the CPU, its kernels interpreted. Skipped where it isn't installed."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from mrv2.testing.checkpoints import edit_config, make_checkpoint, read_tensors
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "samples"
 
+CACHE = "MRV2_TEST_VLLM_CACHE"
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
 
@@ -29,13 +31,15 @@ if HAVE_VLLM:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": tempfile.mkdtemp(prefix="mrv2-vllm-"),
+        # One for all processes of a run.
+        "VLLM_CACHE_ROOT": os.environ[CACHE] if CACHE in os.environ else tempfile.mkdtemp(prefix="mrv2-vllm-"),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "MRV2_LOCAL_ADAPTERS": os.pathsep.join(
             map(str, [ROOT / "examples" / "recurrent", *sorted(SAMPLES.glob("*.py"))])
         ),
     }
+    os.environ[CACHE] = os.environ["VLLM_CACHE_ROOT"]
     sys.path.insert(0, str(ROOT / "examples"))
 
 
@@ -44,7 +48,20 @@ def pytest_report_header(config):
 
 
 @pytest.fixture(scope="session")
-def engine():
+def inspected_here():
+    """vLLM asks a process, which imports everything anew, about each class that it hasn't seen. Here it asks this one;
+    test_registration.py and servers ask as ever. Gives how vLLM asks.
+    """
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        apart = registry._run_in_subprocess
+        patch.setattr(registry, "_run_in_subprocess", lambda ask: ask())
+        yield apart
+
+
+@pytest.fixture(scope="session")
+def engine(inspected_here):
     """engine(folder, **settings): a context manager that gives an `LLM` of vLLM's."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -70,8 +87,11 @@ def engine():
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             cleanup_dist_env_and_memory()
+            if not gc.get_freeze_count():
+                gc.freeze()  # half of an engine's start and end: they collect garbage among all that was ever imported
 
-    return make
+    yield make
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
