@@ -94,6 +94,39 @@ def engine(inspected_here):
     gc.unfreeze()
 
 
+@pytest.fixture
+def platform_sets(monkeypatch):
+    """platform_sets(change): what vLLM's CPU platform decides about a config, corrected by `change(config)`."""
+    from vllm.platforms import current_platform
+
+    def make(change):
+        decide = current_platform.check_and_update_config
+
+        def decided(config):
+            decide(config)
+            change(config)
+
+        monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(decided))
+
+    return make
+
+
+@pytest.fixture
+def processes(monkeypatch, platform_sets):
+    """processes(start): from now on an engine is a process of its own, and so are its workers. "spawn" is vLLM's choice
+    on a CPU, where each imports everything anew: most of the time of a test. With "fork" none does.
+    """
+
+    def make(start):
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of a function that looks at the workers' models
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", start)
+        platform_sets(lambda config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD=start))
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def runner_of():
     """runner_of(llm): vLLM's model runner."""

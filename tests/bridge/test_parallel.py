@@ -19,31 +19,6 @@ def model(oracle, tidal, scaled):
     return make
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """An engine in a process of its own, and workers in theirs."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of a function that looks at the workers' models
-
-
-@pytest.fixture
-def platform_sets(monkeypatch):
-    """platform_sets(change): what vLLM's CPU platform decides about a config, corrected by `change(config)`."""
-    from vllm.platforms import current_platform
-
-    decide = current_platform.check_and_update_config
-
-    def make(change):
-        def decided(config):
-            decide(config)
-            change(config)
-
-        monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(decided))
-
-    return make
-
-
 def look(llm):
     """Of each worker: its process, its model's class, and the names of its layers with caches."""
 
@@ -64,6 +39,7 @@ def check(one, llm, generate, prompts):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_ranks(name, model, processes, engine, generate, ragged):
+    processes("spawn" if name == "recurrent" else "fork")
     one = model(name)
     caching = name != "input"  # the value isn't part of a block's key
     with engine(one.folder, **one.settings, **TENSOR, enable_prefix_caching=caching, max_num_batched_tokens=48) as llm:
@@ -78,6 +54,7 @@ def test_ranks(name, model, processes, engine, generate, ragged):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_stages(name, model, processes, engine, generate, ragged):
+    processes("spawn" if name == "qwen3-moe" else "fork")
     one = model(name)
     caching = name != "input"
     with engine(
@@ -94,6 +71,7 @@ def test_stages(name, model, processes, engine, generate, ragged):
 
 
 def test_a_stage_without_states(tidal, processes, engine, generate, ragged):
+    processes("fork")
     one = tidal(mixers=["decay", "average", "attention", "biased"])
     with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
         prompts = ragged(LENS)
@@ -115,14 +93,10 @@ def test_steps_in_flight(name, model, platform_sets, engine, generate, ragged):
         check(one, llm, generate, prompts)
 
 
-def test_forked_workers_and_steps_in_flight(model, processes, platform_sets, engine, generate, ragged, monkeypatch):
-    """Stages in forked processes, each with a step under way."""
-
-    def decide(config):
-        config.scheduler_config.async_scheduling = True
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-
-    platform_sets(decide)
+def test_stages_with_steps_in_flight(model, processes, platform_sets, engine, generate, ragged):
+    """Each stage has a step under way."""
+    processes("fork")
+    platform_sets(lambda config: setattr(config.scheduler_config, "async_scheduling", True))
     one = model("recurrent")
     with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
         assert llm.llm_engine.vllm_config.max_concurrent_batches == 3
