@@ -179,6 +179,18 @@ def preemptions():
     return count
 
 
+@pytest.fixture(scope="session")
+def drafts():
+    """drafts(llm): proposed and accepted tokens, and how many drafts were accepted up to each position."""
+
+    def count(llm):
+        found = {m.name.removeprefix("vllm:spec_decode_"): m for m in llm.get_metrics() if "spec_decode" in m.name}
+        per_position = found["num_accepted_tokens_per_pos"].values
+        return found["num_draft_tokens"].value, found["num_accepted_tokens"].value, per_position
+
+    return count
+
+
 # -- what models should compute ----------------------------------------------------------------------------
 
 
