@@ -1,6 +1,7 @@
 """A real vLLM in this process, on the CPU, its kernels interpreted. Skipped where it isn't installed."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from mrv2.testing.checkpoints import edit_config, make_checkpoint, read_tensors
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "samples"
 
+CACHE = "MRV2_TEST_VLLM_CACHE"
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
 
@@ -29,13 +31,15 @@ if HAVE_VLLM:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": tempfile.mkdtemp(prefix="mrv2-vllm-"),
+        # One for all processes of a run.
+        "VLLM_CACHE_ROOT": os.environ[CACHE] if CACHE in os.environ else tempfile.mkdtemp(prefix="mrv2-vllm-"),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "MRV2_LOCAL_ADAPTERS": os.pathsep.join(
             map(str, [ROOT / "examples" / "recurrent", *sorted(SAMPLES.glob("*.py"))])
         ),
     }
+    os.environ[CACHE] = os.environ["VLLM_CACHE_ROOT"]
     sys.path.insert(0, str(ROOT / "examples"))
 
 
@@ -44,7 +48,20 @@ def pytest_report_header(config):
 
 
 @pytest.fixture(scope="session")
-def engine():
+def inspected_here():
+    """vLLM asks a process, which imports everything anew, about each class that it hasn't seen. Here it asks this one;
+    test_registration.py and servers ask as ever. Gives how vLLM asks.
+    """
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        apart = registry._run_in_subprocess
+        patch.setattr(registry, "_run_in_subprocess", lambda ask: ask())
+        yield apart
+
+
+@pytest.fixture(scope="session")
+def engine(inspected_here):
     """engine(folder, **settings): a context manager that gives an `LLM` of vLLM's."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -70,6 +87,42 @@ def engine():
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             cleanup_dist_env_and_memory()
+            if not gc.get_freeze_count():
+                gc.freeze()  # half of an engine's start and end: they collect garbage among all that was ever imported
+
+    yield make
+    gc.unfreeze()
+
+
+@pytest.fixture
+def platform_sets(monkeypatch):
+    """platform_sets(change): what vLLM's CPU platform decides about a config, corrected by `change(config)`."""
+    from vllm.platforms import current_platform
+
+    def make(change):
+        decide = current_platform.check_and_update_config
+
+        def decided(config):
+            decide(config)
+            change(config)
+
+        monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(decided))
+
+    return make
+
+
+@pytest.fixture
+def processes(monkeypatch, platform_sets):
+    """processes(start): from now on an engine is a process of its own, and so are its workers. "spawn" is vLLM's choice
+    on a CPU, where each imports everything anew: most of the time of a test. With "fork" none does.
+    """
+
+    def make(start):
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of a function that looks at the workers' models
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", start)
+        platform_sets(lambda config: os.environ.update(VLLM_WORKER_MULTIPROC_METHOD=start))
 
     return make
 
@@ -122,6 +175,18 @@ def preemptions():
 
     def count(llm):
         return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def drafts():
+    """drafts(llm): proposed and accepted tokens, and how many drafts were accepted up to each position."""
+
+    def count(llm):
+        found = {m.name.removeprefix("vllm:spec_decode_"): m for m in llm.get_metrics() if "spec_decode" in m.name}
+        per_position = found["num_accepted_tokens_per_pos"].values
+        return found["num_draft_tokens"].value, found["num_accepted_tokens"].value, per_position
 
     return count
 

@@ -60,9 +60,8 @@ def test_a_choice_of_the_adapters(eager, opened, engine, generate, native, ragge
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks(opened, engine, generate, ragged, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def test_ranks(opened, processes, engine, generate, ragged):
+    processes("fork")
     one, _ = opened
     prompts = ragged(LENS)
     with engine(one.folder, tensor_parallel_size=2) as llm:

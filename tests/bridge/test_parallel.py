@@ -7,6 +7,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENS = (1, 3, 70, 17, 33, 12, 5, 40)
 EVEN = {"decay_heads": 4, "biased_heads": 4}  # what two ranks can divide
 SCALES = [0.0, 0.5, -0.3, 0.5, 2.0, 0.0, 0.1, 1.0]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 
 
@@ -15,31 +16,6 @@ def model(oracle, tidal, scaled):
     def make(name):
         own = {"input": lambda: scaled, "recurrent": lambda: tidal(**EVEN)}
         return own[name]() if name in own else oracle(name)
-
-    return make
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """An engine in a process of its own, and workers in theirs."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of a function that looks at the workers' models
-
-
-@pytest.fixture
-def platform_sets(monkeypatch):
-    """platform_sets(change): what vLLM's CPU platform decides about a config, corrected by `change(config)`."""
-    from vllm.platforms import current_platform
-
-    decide = current_platform.check_and_update_config
-
-    def make(change):
-        def decided(config):
-            decide(config)
-            change(config)
-
-        monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(decided))
 
     return make
 
@@ -64,6 +40,7 @@ def check(one, llm, generate, prompts):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_ranks(name, model, processes, engine, generate, ragged):
+    processes("spawn" if name == "recurrent" else "fork")
     one = model(name)
     caching = name != "input"  # the value isn't part of a block's key
     with engine(one.folder, **one.settings, **TENSOR, enable_prefix_caching=caching, max_num_batched_tokens=48) as llm:
@@ -78,6 +55,7 @@ def test_ranks(name, model, processes, engine, generate, ragged):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_stages(name, model, processes, engine, generate, ragged):
+    processes("spawn" if name == "qwen3-moe" else "fork")
     one = model(name)
     caching = name != "input"
     with engine(
@@ -94,6 +72,7 @@ def test_stages(name, model, processes, engine, generate, ragged):
 
 
 def test_a_stage_without_states(tidal, processes, engine, generate, ragged):
+    processes("fork")
     one = tidal(mixers=["decay", "average", "attention", "biased"])
     with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
         prompts = ragged(LENS)
@@ -115,15 +94,52 @@ def test_steps_in_flight(name, model, platform_sets, engine, generate, ragged):
         check(one, llm, generate, prompts)
 
 
-def test_forked_workers_and_steps_in_flight(model, processes, platform_sets, engine, generate, ragged, monkeypatch):
-    """Stages in forked processes, each with a step under way."""
-
-    def decide(config):
-        config.scheduler_config.async_scheduling = True
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-
-    platform_sets(decide)
+def test_stages_with_steps_in_flight(model, processes, platform_sets, engine, generate, ragged):
+    """Each stage has a step under way."""
+    processes("fork")
+    platform_sets(lambda config: setattr(config.scheduler_config, "async_scheduling", True))
     one = model("recurrent")
     with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
         assert llm.llm_engine.vllm_config.max_concurrent_batches == 3
         check(one, llm, generate, ragged(LENS))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "recurrent"])
+def test_ranks_with_drafts_chunks_and_preemptions(
+    name, model, processes, engine, generate, preemptions, drafts, ragged
+):
+    """Together, and the ranks agree on what was kept of each draft and who began again."""
+    processes("fork")
+    one, prompts = model(name), ragged((60, 61, 50, 62), seed=1)
+    tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | BLOCKS[name]
+    with engine(one.folder, **one.settings, **TENSOR, **tight, speculative_config=NGRAM) as llm:
+        one.check(prompts, generate(llm, prompts, 40))
+        assert preemptions(llm) > 0
+        proposed, accepted, _ = drafts(llm)
+        assert 0 < accepted < proposed
+
+
+BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_blocks_override": 26}}
+"""Enough for a few requests to begin, and not for all of them to end."""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "recurrent"])
+def test_stages_with_chunks_and_preemptions(name, model, processes, engine, generate, preemptions, ragged):
+    processes("fork")
+    one, prompts = model(name), ragged((60, 61, 50, 62), seed=1)
+    tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | STAGED[name]
+    with engine(one.folder, **one.settings, **PIPELINE, **tight) as llm:
+        one.check(prompts, generate(llm, prompts, 40))
+        assert preemptions(llm) > 0
+
+
+STAGED = {"qwen3": {"num_gpu_blocks_override": 8}, "recurrent": {"num_gpu_blocks_override": 14}}
+"""As `BLOCKS`: a stage has fewer caches."""
+
+
+def test_drafts_and_stages_are_refused(oracle, processes, engine, capfd):
+    processes("fork")
+    one = oracle("qwen3")
+    with pytest.raises(RuntimeError), engine(one.folder, **one.settings, **PIPELINE, speculative_config=NGRAM):
+        pass
+    assert "drafts and pipeline stages, with which vLLM's runner fails" in capfd.readouterr().out

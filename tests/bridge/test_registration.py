@@ -109,9 +109,19 @@ def test_registering_again_changes_nothing(registry):
     assert {name: repr(model) for name, model in registry.models.items()} == before
 
 
+@pytest.fixture
+def asked_apart(inspected_here, monkeypatch, tmp_path):
+    """vLLM asks a fresh process about a class, and has stored nothing."""
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", inspected_here)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_get_cache_dir", staticmethod(lambda: tmp_path))
+
+
 @pytest.mark.parametrize(("name", "recurrent"), [("Mrv2LlamaForCausalLM", False), ("TidalForCausalLM", True)])
-def test_what_vllm_finds_out_about_a_class(registry, name, recurrent):
+def test_what_vllm_finds_out_about_a_class(registry, asked_apart, name, recurrent, tmp_path):
     info = registry.models[name].inspect_model_cls()
+    assert list(tmp_path.iterdir())
     assert info.architecture == name
     assert info.is_text_generation_model
     assert info.supports_pp

@@ -25,7 +25,7 @@ from mrv2.testing import (
     tiny_config,
 )
 from mrv2.testing.check import Job, Report, run_job
-from mrv2.testing.record import read_record, record_path, stale, standing, write_record
+from mrv2.testing.record import merge_record, read_record, record_path, stale, standing, write_record
 from mrv2.testing.reports import picture, to_dict, to_html, to_junit
 from mrv2.testing.results import Check, summarize, up_to
 from mrv2.testing.subject import find_adapter
@@ -343,6 +343,46 @@ def test_a_record_is_written_whole_and_hidden_files_are_no_part_of_it(heron, mon
         write_record(entry, replace(REPORT, results=(result(Level.STATIC),)))
     assert path.read_text() == before
     assert set(folder.iterdir()) == files
+
+
+def test_records_of_two_machines_become_one(heron, tmp_path):
+    folder = heron("heron_twice")
+    entry = Subject(str(folder)).entry
+    path = record_path(entry)
+    elsewhere = tmp_path / "theirs.json"
+
+    def record(*levels):
+        results = tuple(result(level) for level in levels)
+        write_record(entry, Report(adapter="heron", version="1", reference="none", results=results))
+        return path.read_text()
+
+    both = record(Level.STATIC, Level.CPU)
+    elsewhere.write_text(record(Level.GPU))
+    path.write_text(both)  # what was recorded here, knowing nothing of the other
+    record(Level.VLLM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mrv2.testing.record", str(folder), str(elsewhere)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert standing(entry) == "L0 L1 L2 L3"
+    theirs = json.loads(elsewhere.read_text())
+    theirs["levels"]["L1"]["date"] = "2000-01-01"
+    theirs["levels"]["L0"] |= {"date": "2999-01-01", "passed": 99}
+    elsewhere.write_text(json.dumps(theirs))
+    merge_record(entry, elsewhere)
+    levels = read_record(entry)["levels"]
+    assert levels["L0"]["passed"] == 99  # the later one
+    assert levels["L1"]["date"] > "2000-01-01"
+    for change, why in (
+        ({"adapter": "other"}, "it is of adapter other"),
+        ({"mrv2": "0"}, "it was made with mrv2 0"),
+        ({"files": {}}, "files of the package have changed since"),
+    ):
+        elsewhere.write_text(json.dumps(theirs | change))
+        with pytest.raises(RecordError, match=why):
+            merge_record(entry, elsewhere)
+    with pytest.raises(RecordError, match="there is no such file"):
+        merge_record(entry, tmp_path / "absent.json")
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

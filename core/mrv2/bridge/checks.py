@@ -60,7 +60,8 @@ def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
     Raises:
         VllmVersionError: see `check_version`.
         VllmRunnerError: the old runner would run it.
-        UnsupportedError: a setting asks for a capability that the adapter doesn't declare for vLLM.
+        UnsupportedError: a setting asks for a capability that the adapter doesn't declare for vLLM; or for drafts and
+            pipeline stages together.
         StaleInspectionError: vLLM has stored something else about the class.
     """
     check_version()
@@ -75,6 +76,13 @@ def check_engine(config: Any, adapter: LoadedAdapter, model: type) -> None:
             require(capability, "vllm", adapter.entry, setting=setting)
     if getattr(model, "is_hybrid", False):
         require(Capability.RECURRENT, "vllm", adapter.entry, setting=f"a state per request in {model.__name__}")
+    if config.speculative_config is not None and config.parallel_config.pipeline_parallel_size > 1:
+        # With its own classes as well: its scheduler and its first stage count a request's drafts differently.
+        raise UnsupportedError(
+            "drafts and pipeline stages, with which vLLM's runner fails an assertion in the first steps and then hangs",
+            where="speculative_config and pipeline_parallel_size",
+            fix="do without one of them; tensor_parallel_size goes with drafts",
+        )
     _check_inspection(config, model)
 
 

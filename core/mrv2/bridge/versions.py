@@ -6,7 +6,7 @@ python -m mrv2.bridge.versions --write    # add it, after the tests have passed 
 
 from __future__ import annotations
 
-import dataclasses
+import dis
 import importlib
 import inspect
 import json
@@ -16,86 +16,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from packaging.version import Version
 
+from mrv2.bridge.touched import FIELDS, NAMES, TOUCHED
 from mrv2.errors import VllmVersionError
 
 logger = logging.getLogger("mrv2.bridge")
-
-_GPU = "vllm.v1.worker.gpu"
-_LAYERS = "vllm.model_executor.layers"
-_STATE = (
-    "__init__",
-    "add_request",
-    "remove_request",
-    "apply_staged_writes",
-    "initialize_kv_cache",
-    "preprocess_state",
-    "prepare_attn",
-    "prepare_inputs",
-    "prepare_dummy_inputs",
-    "postprocess_state",
-    "custom_sampler",
-)
-
-TOUCHED: Mapping[str, tuple[str, ...]] = {
-    f"{_GPU}.model_states.default:DefaultModelState": _STATE,
-    f"{_GPU}.model_states.mamba_hybrid:MambaHybridModelState": _STATE,
-    f"{_GPU}.model_states:init_model_state": (),
-    f"{_LAYERS}.attention:Attention": ("__init__", "forward"),
-    f"{_LAYERS}.layernorm:RMSNorm": ("__init__", "forward"),
-    f"{_LAYERS}.linear:QKVParallelLinear": ("__init__", "weight_loader"),
-    f"{_LAYERS}.linear:MergedColumnParallelLinear": ("__init__", "weight_loader"),
-    f"{_LAYERS}.linear:RowParallelLinear": ("__init__", "weight_loader"),
-    f"{_LAYERS}.logits_processor:LogitsProcessor": ("__init__", "forward"),
-    f"{_LAYERS}.rotary_embedding:RotaryEmbedding": ("__init__",),
-    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding": ("__init__", "weight_loader"),
-    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": ("__init__", "tie_weights"),
-    f"{_LAYERS}.mamba.abstract:MambaBase": ("bind_kv_cache", "get_state_shape", "get_state_dtype"),
-    "vllm.model_executor.models.registry:_ModelRegistry": ("register_model",),
-    "vllm.model_executor.models.utils:make_layers": (),
-    "vllm.model_executor.models.utils:get_pp_missing_layer_names": (),
-    "vllm.compilation.decorators:support_torch_compile": (),
-    "vllm.v1.attention.backend:AttentionBackend": (
-        "supported_kv_cache_layouts",
-        "get_kv_cache_shape",
-        "get_kv_cache_stride_order",
-    ),
-    "vllm.v1.attention.backend:AttentionMetadataBuilder": ("__init__", "build"),
-    "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor": (),
-}
-"""Functions by "module:name", and of classes the methods that are called or overridden."""
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    f"{_GPU}.input_batch:InputBatch": (
-        "num_reqs",
-        "num_reqs_after_padding",
-        "idx_mapping",
-        "idx_mapping_np",
-        "num_scheduled_tokens",
-        "num_tokens",
-        "num_tokens_after_padding",
-        "max_query_len",
-        "query_start_loc",
-        "seq_lens",
-        "seq_lens_cpu_upper_bound",
-        "is_prefilling_np",
-        "input_ids",
-        "positions",
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": (
-        "req_id",
-        "prompt_token_ids",
-        "prefill_token_ids",
-        "num_computed_tokens",
-        "sampling_params",
-    ),
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size", "num_kv_heads", "head_size", "dtype"),
-    "vllm.v1.kv_cache_interface:MambaSpec": ("shapes", "dtypes", "block_size"),
-}
-"""Fields that are read, or given by name."""
 
 Signatures = dict[str, str]
 
@@ -111,9 +40,27 @@ def signatures() -> Signatures:
             found[path] = _parameters(thing)
     for path, names in FIELDS.items():
         thing = _load(path)
-        known = {f.name for f in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else set()
-        found |= {f"{path}.{name}": "field" if name in known else "absent" for name in names}
+        found |= {f"{path}.{name}": "there" if _has(thing, name) else "absent" for name in names}
+    found |= {path: "absent" if _load(path) is None else "there" for path in NAMES}
     return found
+
+
+def _has(thing: Any, name: str) -> bool:
+    """Whether objects of a class have an attribute: a field, one of the class's, or one that its methods set."""
+    if not isinstance(thing, type):
+        return False
+    if hasattr(thing, name) or any(name in vars(one).get("__annotations__", ()) for one in thing.__mro__):
+        return True
+    methods = [f for one in thing.__mro__ for f in vars(one).values() if name in _names_in(f)]
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name
+        for method in methods
+        for step in dis.get_instructions(method)
+    )
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
 def _load(path: str) -> Any:
@@ -128,6 +75,8 @@ def _parameters(function: Any) -> str:
     """Names, kinds, and which may be left out; not annotations, whose spelling changes nothing."""
     if function is None:
         return "absent"
+    if isinstance(function, property):
+        return "property"
     shown = []
     for p in inspect.signature(function).parameters.values():
         star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""

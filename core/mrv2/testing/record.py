@@ -1,4 +1,7 @@
-"""`conformance.json`: what passed, where, and for which files of the package. Imports no torch, for `mrv2 list`."""
+"""`conformance.json`: what passed, where, and for which files of the package. Imports no torch, for `mrv2 list`.
+
+python -m mrv2.testing.record NAME FILE    # take over the levels of a record that was made on another machine
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -53,7 +57,10 @@ def read_record(entry: AdapterEntry) -> dict[str, Any] | None:
     Raises:
         RecordError: it is damaged.
     """
-    path = record_path(entry)
+    return _read(record_path(entry))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +105,6 @@ def write_record(entry: AdapterEntry, report: Report) -> Path:
     Raises:
         RecordError: something failed, nothing passed, or the file can't be written.
     """
-    path = record_path(entry)
     passed = [s for s in report.levels if s.passed]
     if report.failures or not passed:
         why = "something failed" if report.failures else "no level passed"
@@ -109,6 +115,30 @@ def write_record(entry: AdapterEntry, report: Report) -> Path:
         before = None
     levels = dict(before["levels"]) if before is not None and not stale(entry, before) else {}
     levels |= {summary.level.value: _level(summary, report) for summary in passed}
+    return _write(entry, levels)
+
+
+def merge_record(entry: AdapterEntry, other: Path) -> Path:
+    """Take over the levels of a record of the same files, made elsewhere: of a level in both, the later one.
+
+    Raises:
+        RecordError: it can't be read, or tells of another adapter, other files or another mrv2; or ours is damaged.
+    """
+    theirs, ours = _read(other), read_record(entry)
+    if theirs is None:
+        raise _damaged(other, "there is no such file")
+    why = stale(entry, theirs) if theirs.get("adapter") == entry.name else f"it is of adapter {theirs.get('adapter')}"
+    if why:
+        raise RecordError(f"{other} can't be taken over: {why}", where=entry.where, fix="record these files there")
+    levels = dict(ours["levels"]) if ours is not None and not stale(entry, ours) else {}
+    for level, about in theirs["levels"].items():
+        if level not in levels or about["date"] >= levels[level]["date"]:
+            levels[level] = about
+    return _write(entry, levels)
+
+
+def _write(entry: AdapterEntry, levels: Mapping[str, Any]) -> Path:
+    path = record_path(entry)
     record = {
         "format": FORMAT,
         "adapter": entry.name,
@@ -156,3 +186,21 @@ def environment(level: Level) -> dict[str, str]:
 
         found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return found
+
+
+def main(argv: list[str]) -> int:
+    """Merge."""
+    from mrv2.errors import Mrv2Error
+    from mrv2.testing.subject import Subject
+
+    name, file = argv
+    try:
+        print(f"recorded in {merge_record(Subject(name).entry, Path(file))}")
+    except Mrv2Error as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mrv2_vllm_cpu_interpreter import speed
+
 _MARK = "mrv2_patched"
 
 
@@ -14,6 +16,7 @@ def apply() -> None:
     """Patch the interpreter and vLLM; may be called again."""
     cast_masks()
     filter_without_triton()
+    speed.apply()
 
 
 def cast_masks() -> None:
