@@ -361,8 +361,10 @@ class VllmLayers(SizeChecks, LayerSet):
         spec = RopeSpec.parse(rope, head_dim=head_dim, max_position=max_position, where=where)
         made, model = self.built.rotary, self.config.model_config
         if spec not in made:
-            table = RotaryTable(spec)
-            made[spec] = TableRotary(table, max_model_len=model.max_model_len, dtype=model.dtype, where=where)
+            table, most = RotaryTable(spec), model.max_model_len
+            made[spec] = TableRotary(
+                table, max_model_len=most, max_position=max_position, dtype=model.dtype, where=where
+            )
         return made[spec]
 
     def _attention(

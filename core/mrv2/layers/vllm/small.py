@@ -48,11 +48,16 @@ class OwnAttention(Attention):
 class TableRotary(RotaryEmbedding):
     """vLLM's rotary embedding with the table of the native host, so that every type gives the same angles.
 
+    The table is as long as that of vLLM's own classes: what the compiler fuses depends on sizes, and with it what is
+    rounded to bfloat16 in between.
+
     Raises:
         RopeError: frequencies depend on a request's length, and requests may get that long: a table can't say that.
     """
 
-    def __init__(self, table: RotaryTable, *, max_model_len: int, dtype: torch.dtype, where: str) -> None:
+    def __init__(
+        self, table: RotaryTable, *, max_model_len: int, max_position: int, dtype: torch.dtype, where: str
+    ) -> None:
         limit = table.spec.fixed_up_to
         if limit is not None and max_model_len > limit:
             raise RopeError(
@@ -65,14 +70,14 @@ class TableRotary(RotaryEmbedding):
         super().__init__(
             head_size=table.spec.head_dim,
             rotary_dim=table.rotary_dim,
-            max_position_embeddings=max_model_len,
+            max_position_embeddings=max_model_len if limit is not None else max(max_model_len, max_position),
             base=0,
             is_neox_style=True,
             dtype=dtype,
         )
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        """[max_model_len, rotary_dim] float32: cosines, then sines."""
+        """[max_position_embeddings, rotary_dim] float32: cosines, then sines."""
         device = torch.get_default_device()
         with torch.device("cpu"):
             positions = torch.arange(self.max_position_embeddings)
