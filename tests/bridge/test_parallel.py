@@ -110,7 +110,7 @@ def test_ranks_with_drafts_chunks_and_preemptions(
 ):
     """Together, and the ranks agree on what was kept of each draft and who began again."""
     processes("fork")
-    one, prompts = model(name), ragged((60, 61, 50, 62), seed=1)
+    one, prompts = model(name), ragged((60, 61, 50, 62, 55, 58), seed=1)
     tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | BLOCKS[name]
     with engine(one.folder, **one.settings, **TENSOR, **tight, speculative_config=NGRAM) as llm:
         one.check(prompts, generate(llm, prompts, 40))
@@ -119,21 +119,21 @@ def test_ranks_with_drafts_chunks_and_preemptions(
         assert 0 < accepted < proposed
 
 
-BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_blocks_override": 26}}
+BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_blocks_override": 50}}
 """Enough for a few requests to begin, and not for all of them to end."""
 
 
 @pytest.mark.parametrize("name", ["qwen3", "recurrent"])
 def test_stages_with_chunks_and_preemptions(name, model, processes, engine, generate, preemptions, ragged):
     processes("fork")
-    one, prompts = model(name), ragged((60, 61, 50, 62), seed=1)
+    one, prompts = model(name), ragged((60, 61, 50, 62, 55, 58), seed=1)
     tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | STAGED[name]
     with engine(one.folder, **one.settings, **PIPELINE, **tight) as llm:
         one.check(prompts, generate(llm, prompts, 40))
         assert preemptions(llm) > 0
 
 
-STAGED = {"qwen3": {"num_gpu_blocks_override": 8}, "recurrent": {"num_gpu_blocks_override": 14}}
+STAGED = {"qwen3": {"num_gpu_blocks_override": 8}, "recurrent": {"num_gpu_blocks_override": 32}}
 """As `BLOCKS`: a stage has fewer caches."""
 
 

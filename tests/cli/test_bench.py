@@ -119,10 +119,11 @@ def test_bench_measures_a_model_and_prints_one_document(text_model):
         (["x", "--batches", "1,two"], "whole numbers"),
     ],
 )
-def test_wrong_use_is_named(args, message):
-    code, _, err = mrv2("bench", *args)
-    assert code == 2
-    assert message in err
+def test_wrong_use_is_named(args, message, capfd):
+    from mrv2.cli.app import run
+
+    assert run(["bench", *args]) == 2
+    assert message in capfd.readouterr().err
 
 
 def test_what_does_not_fit_the_context_is_named(config):

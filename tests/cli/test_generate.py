@@ -27,6 +27,19 @@ def mrv2(*args, stdin=None, env=None, **kwargs):
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+@pytest.fixture
+def here(capfd):
+    """here(*args): as `mrv2`, in this process, which has imported everything."""
+    from mrv2.cli.app import run
+
+    def call(*args):
+        capfd.readouterr()
+        code = run([*map(str, args)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def no_network(tmp_path_factory):
     """Environment in which opening a socket raises."""
@@ -165,10 +178,10 @@ def test_no_line_can_stop_the_others(text_model, tmp_path):
         (("x", "--adapter", "{tmp}/absent.py"), "MRV2-", "doesn't exist"),
     ],
 )
-def test_wrong_use_says_what_and_exits_2(text_model, tmp_path, args, code, what):
+def test_wrong_use_says_what_and_exits_2(text_model, here, tmp_path, args, code, what):
     (tmp_path / "latin1.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    exit_code, out, err = mrv2("generate", text_model, *(a.format(tmp=tmp_path) for a in args))
+    exit_code, out, err = here("generate", text_model, *(a.format(tmp=tmp_path) for a in args))
     assert (exit_code, out) == (2, "")
     assert code in err
     assert what in err

@@ -5,16 +5,19 @@ The same module is what runs in the child: `python -m mrv2.testing.vllm_runs JOB
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +142,7 @@ def run_in_child(
             "settings": dict(run.settings),
             "out": str(out),
         }
-        env = os.environ | _environment(folder, local)
+        env = os.environ | _environment(_vllm_cache(), local)
         (Path(folder) / "job.json").write_text(json.dumps(job))
         log = Path(folder) / "log"
         code = _run_child(Path(folder) / "job.json", log, env)
@@ -183,7 +186,15 @@ def _cause(said: str) -> str:
     return (ours or errors or lines)[-1].partition(ERROR_MARK)[2] or (ours or errors or lines)[-1]
 
 
-def _environment(folder: str, local: Sequence[str]) -> dict[str, str]:
+@cache
+def _vllm_cache() -> str:
+    """What vLLM stores for this process's runs, such as what it found out about a class: in a process of its own."""
+    folder = tempfile.mkdtemp(prefix="mrv2-vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _environment(cache_root: str, local: Sequence[str]) -> dict[str, str]:
     """What vLLM reads when it is imported. On a CPU its Triton kernels are interpreted."""
     # Configs are pickled on their way to workers, so the package of a local adapter has to be found by its name there.
     folders = [p or os.getcwd() for p in sys.path] + [str(Path(adapter).parent) for adapter in local]
@@ -191,7 +202,7 @@ def _environment(folder: str, local: Sequence[str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": folder,
+        "VLLM_CACHE_ROOT": cache_root,
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
