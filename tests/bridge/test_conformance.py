@@ -25,6 +25,17 @@ def test_the_clean_sample_passes_inside_vllm(name):
     assert result.outcome is Outcome.PASSED, result.message
 
 
+@pytest.mark.parametrize("config", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe"])
+def test_our_adapters_pass_inside_vllm(config):
+    """The other checks of the level, ranks and stages among them, have files of their own here for these adapters."""
+    subject = Subject("qwen" if config.startswith("qwen") else "llama")
+    (job,) = [
+        j for j in jobs(subject, [Level.VLLM], ["host-parity"]) if (j.check.name, j.config) == ("in_vllm", config)
+    ]
+    result = run_job(subject, job)
+    assert result.outcome is Outcome.PASSED, result.message
+
+
 @pytest.mark.parametrize(
     "name",
     [

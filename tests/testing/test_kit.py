@@ -179,6 +179,8 @@ class PrivateConfig(PretrainedConfig):
 def test_tiny_configs():
     config = tiny_config("Qwen3Config", num_hidden_layers=3)
     assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (64, 3, 32)
+    config = tiny_config("Qwen2Config")  # knows no head_dim
+    assert config.hidden_size // config.num_attention_heads == 32
     assert tiny_config(PrivateConfig, depth=4).depth == 4
 
 

@@ -94,4 +94,7 @@ def tiny_config(config_class: type | str, **changes: Any) -> Any:
     assert isinstance(config_class, type)
     known = inspect.signature(config_class).parameters
     others = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return config_class(**({k: v for k, v in TINY.items() if others or k in known} | changes))
+    tiny = {k: v for k, v in TINY.items() if others or k in known}
+    if "head_dim" not in tiny:  # heads divide the hidden size then
+        tiny["hidden_size"] = TINY["num_attention_heads"] * TINY["head_dim"]
+    return config_class(**(tiny | changes))
