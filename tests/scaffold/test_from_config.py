@@ -44,9 +44,9 @@ def scaffolded(capsys, make, contents):
 
     def scaffold(**config):
         Path("config.json").write_text(json.dumps(config))
-        make("acme", "--kind", "decoder", "--from-config", "config.json", "--json")
+        make("apex", "--kind", "decoder", "--from-config", "config.json", "--json")
         told = json.loads(capsys.readouterr().out)
-        files = contents("mrv2-adapter-acme")
+        files = contents("mrv2-adapter-apex")
         readme = " ".join(files["README.md"].split())
         for point in told["open"]:
             assert " ".join(point.split()) in readme
@@ -59,16 +59,16 @@ def test_a_config_gives_names_and_sizes_and_nothing_is_open(scaffolded):
     files, open_ = scaffolded(**OWN)
     assert open_ == []
     assert "Open points" not in files["README.md"]
-    manifest = tomllib.loads(files["src/mrv2_adapter_acme/adapter.toml"])
+    manifest = tomllib.loads(files["src/mrv2_adapter_apex/adapter.toml"])
     assert (manifest["architectures"], manifest["model_types"]) == (["ZephyrLM"], ["zephyr-2"])
-    config = files["src/mrv2_adapter_acme/config.py"]
+    config = files["src/mrv2_adapter_apex/config.py"]
     for line in (
         'model_type = "zephyr-2"', "vocab_size: int = 50000,", "num_key_value_heads: int | None = 4,",
         "head_dim: int | None = None,", 'hidden_act: str = "gelu_pytorch_tanh",', "rms_norm_eps: float = 1e-05,",
         "rope_theta: float = 500000.0,", "tie_word_embeddings: bool = True,", "sliding_window: int | None = 512,",
     ):  # fmt: skip
         assert line in config
-    assert 'ARCHITECTURE = "ZephyrLM"' in files["src/mrv2_adapter_acme/testing.py"]
+    assert 'ARCHITECTURE = "ZephyrLM"' in files["src/mrv2_adapter_apex/testing.py"]
 
 
 MISSING = {
@@ -98,14 +98,14 @@ def test_an_unsupported_architecture_is_scaffolded_and_told_what_is_missing(case
     changes, words = MISSING[case]
     files, open_ = scaffolded(**OWN | changes)
     assert len([point for point in open_ if words in point]) == 1, open_
-    assert set(files) == {path.replace("plain", "acme") for path in plain}
-    assert validate(tomllib.loads(files["src/mrv2_adapter_acme/adapter.toml"]), "here").name == "acme"
-    compile(files["src/mrv2_adapter_acme/config.py"], "config.py", "exec")
+    assert set(files) == {path.replace("plain", "apex") for path in plain}
+    assert validate(tomllib.loads(files["src/mrv2_adapter_apex/adapter.toml"]), "here").name == "apex"
+    compile(files["src/mrv2_adapter_apex/config.py"], "config.py", "exec")
 
 
 def test_an_empty_config_is_enough(scaffolded):
     files, open_ = scaffolded()
-    assert "AcmeForCausalLM" in files["src/mrv2_adapter_acme/adapter.toml"]
+    assert "ApexForCausalLM" in files["src/mrv2_adapter_apex/adapter.toml"]
     assert any("hidden_size" in point for point in open_)
 
 
@@ -113,23 +113,23 @@ def test_a_nested_text_config_is_read(scaffolded):
     text = {k: v for k, v in OWN.items() if k != "architectures"}
     outer = {"architectures": ["SeerLM"], "model_type": "seer", "vision_config": {"depth": 2}, "text_config": text}
     files, _ = scaffolded(**outer)
-    assert "vocab_size: int = 50000," in files["src/mrv2_adapter_acme/config.py"]
-    assert 'model_types = ["seer"]' in files["src/mrv2_adapter_acme/adapter.toml"]
+    assert "vocab_size: int = 50000," in files["src/mrv2_adapter_apex/config.py"]
+    assert 'model_types = ["seer"]' in files["src/mrv2_adapter_apex/adapter.toml"]
 
 
 def test_what_others_have_is_said(scaffolded):
     """Transformers' config classes win in every host, and an installed adapter may serve the architecture."""
     files, open_ = scaffolded(**OWN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
-    assert any("MRV2_PREFER=Qwen3ForCausalLM=acme" in point for point in open_)
+    assert any("MRV2_PREFER=Qwen3ForCausalLM=apex" in point for point in open_)
     assert any("transformers has a config class for model type `qwen3`" in point for point in open_)
-    assert 'model_types = ["acme_adapter"]' in files["src/mrv2_adapter_acme/adapter.toml"]
+    assert 'model_types = ["apex_adapter"]' in files["src/mrv2_adapter_apex/adapter.toml"]
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", "\xff", "[" * 100000])
 def test_a_file_that_holds_no_config_is_refused(text, refused):
     if text is not None:
         Path("config.json").write_bytes(text.encode("latin-1"))
-    assert "MRV2-501" in refused("acme", "--kind", "decoder", "--from-config", "config.json")
+    assert "MRV2-501" in refused("apex", "--kind", "decoder", "--from-config", "config.json")
 
 
 def test_keys_that_no_file_can_hold_are_escaped_and_many_are_counted(scaffolded):
@@ -157,7 +157,7 @@ def test_whatever_a_config_holds_the_code_is_code(config, kind):
     Path("any.json").write_text(json.dumps(config))
     found = from_config.read_config(Path("any.json"), kind)
     names = {"architecture": found.architecture, "model_type": found.model_type}
-    answers = {name: value for name, value in names.items() if value} | {"name": "acme", "kind": kind}
+    answers = {name: value for name, value in names.items() if value} | {"name": "apex", "kind": kind}
     about = {"sizes": dict(found.sizes), "open": list(found.open)}
     for path, text in render(complete(answers | {"_from_config": about})):
         if path.endswith(".py"):
@@ -174,4 +174,4 @@ def test_the_lists_are_those_of_their_owners():
 
     known = sorted(CONFIG_MAPPING_NAMES)
     assert [name for name in known[::23] if not known_to_transformers(name)] == []
-    assert not known_to_transformers("acme")
+    assert not known_to_transformers("apex")
