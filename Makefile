@@ -13,6 +13,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Tested as well: their Python code with the compiled library of the installed one. Empty: none.
 VLLM_RELEASES ?= 0.26.0 0.33.0
+VLLM_TESTS := tests/bridge tests/docs/test_bridge_page.py packages
 space := $(subst ,, )
 # Tests run in so many processes; those marked `alone` follow in one.
 WORKERS ?= 2
@@ -79,9 +80,10 @@ $(VLLM_VENV)/overlay-%: tools/vllm_overlay.py $(VLLM_STAMP)
 
 vllm-env: $(VLLM_STAMP)  ## Make an environment with a real vLLM on this CPU: .venv-vllm, 3 GB
 
+test-vllm: export MRV2_VLLM_OVERLAYS = $(subst $(space),:,$(abspath $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%)))
 test-vllm: $(VLLM_STAMP) $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%)  ## Make that environment, then all tests inside vLLM
-	MRV2_VLLM_OVERLAYS=$(subst $(space),:,$(abspath $(VLLM_RELEASES:%=$(VLLM_VENV)/overlay-%))) \
-	  $(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/bridge tests/docs/test_bridge_page.py packages
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(VLLM_TESTS)
+	$(VLLM_VENV)/bin/python -m pytest -m alone $(VLLM_TESTS)
 
 format: $(STAMP)  ## Rewrite files in the project's style
 	$(BIN)/ruff format .

@@ -114,7 +114,7 @@ def platform_sets(monkeypatch):
 @pytest.fixture
 def processes(monkeypatch, platform_sets):
     """processes(start): from now on an engine is a process of its own, and so are its workers. "spawn" is vLLM's choice
-    on a CPU, where each imports everything anew: most of the time of a test. With "fork" none does.
+    on a CPU. With "fork", only in a test marked `alone`: where engines have run before, forked ones hang now and then.
     """
 
     def make(start):

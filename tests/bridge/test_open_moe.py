@@ -61,7 +61,7 @@ def test_a_choice_of_the_adapters(eager, opened, engine, generate, native, ragge
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks(opened, processes, engine, generate, ragged):
-    processes("fork")
+    processes("spawn")
     one, _ = opened
     prompts = ragged(LENS)
     with engine(one.folder, tensor_parallel_size=2) as llm:

@@ -40,7 +40,7 @@ def check(one, llm, generate, prompts):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_ranks(name, model, processes, engine, generate, ragged):
-    processes("spawn" if name == "recurrent" else "fork")
+    processes("spawn")
     one = model(name)
     caching = name != "input"  # the value isn't part of a block's key
     with engine(one.folder, **one.settings, **TENSOR, enable_prefix_caching=caching, max_num_batched_tokens=48) as llm:
@@ -55,7 +55,7 @@ def test_ranks(name, model, processes, engine, generate, ragged):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "qwen3-moe", "recurrent", "input"])
 def test_stages(name, model, processes, engine, generate, ragged):
-    processes("spawn" if name == "qwen3-moe" else "fork")
+    processes("spawn")
     one = model(name)
     caching = name != "input"
     with engine(
@@ -72,7 +72,7 @@ def test_stages(name, model, processes, engine, generate, ragged):
 
 
 def test_a_stage_without_states(tidal, processes, engine, generate, ragged):
-    processes("fork")
+    processes("spawn")
     one = tidal(mixers=["decay", "average", "attention", "biased"])
     with engine(one.folder, **PIPELINE, enable_prefix_caching=True, max_num_batched_tokens=48) as llm:
         prompts = ragged(LENS)
@@ -94,8 +94,9 @@ def test_steps_in_flight(name, model, platform_sets, engine, generate, ragged):
         check(one, llm, generate, prompts)
 
 
+@pytest.mark.alone  # what a process has done before it forks, a forked one may wait for in vain
 def test_stages_with_steps_in_flight(model, processes, platform_sets, engine, generate, ragged):
-    """Each stage has a step under way."""
+    """Each stage has a step under way, in a forked process."""
     processes("fork")
     platform_sets(lambda config: setattr(config.scheduler_config, "async_scheduling", True))
     one = model("recurrent")
@@ -109,7 +110,7 @@ def test_ranks_with_drafts_chunks_and_preemptions(
     name, model, processes, engine, generate, preemptions, drafts, ragged
 ):
     """Together, and the ranks agree on what was kept of each draft and who began again."""
-    processes("fork")
+    processes("spawn")
     one, prompts = model(name), ragged((60, 61, 50, 62, 55, 58), seed=1)
     tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | BLOCKS[name]
     with engine(one.folder, **one.settings, **TENSOR, **tight, speculative_config=NGRAM) as llm:
@@ -125,7 +126,7 @@ BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_block
 
 @pytest.mark.parametrize("name", ["qwen3", "recurrent"])
 def test_stages_with_chunks_and_preemptions(name, model, processes, engine, generate, preemptions, ragged):
-    processes("fork")
+    processes("spawn")
     one, prompts = model(name), ragged((60, 61, 50, 62, 55, 58), seed=1)
     tight = {"max_model_len": 128, "max_num_batched_tokens": 40, "enable_prefix_caching": False} | STAGED[name]
     with engine(one.folder, **one.settings, **PIPELINE, **tight) as llm:
@@ -138,7 +139,7 @@ STAGED = {"qwen3": {"num_gpu_blocks_override": 8}, "recurrent": {"num_gpu_blocks
 
 
 def test_drafts_and_stages_are_refused(oracle, processes, engine, capfd):
-    processes("fork")
+    processes("spawn")
     one = oracle("qwen3")
     with pytest.raises(RuntimeError), engine(one.folder, **one.settings, **PIPELINE, speculative_config=NGRAM):
         pass
