@@ -120,7 +120,7 @@ def test_ranks_with_drafts_chunks_and_preemptions(
         assert 0 < accepted < proposed
 
 
-BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_blocks_override": 50}}
+BLOCKS = {"qwen3": {"num_gpu_blocks_override": 10}, "recurrent": {"num_gpu_blocks_override": 44}}
 """Enough for a few requests to begin, and not for all of them to end."""
 
 
