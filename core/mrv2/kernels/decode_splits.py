@@ -77,8 +77,8 @@ def choose_splits(num_pairs: int, reach: int, processors: int) -> tuple[int, int
 
     Lengths are known to the device only. Few pairs are split until all processors are busy, the fewer the shorter the
     splits. Beyond `ALIKE` lengths may be far apart, and most of the time would be spent on the last few long requests:
-    there splits have a size, and long requests more of them (at lengths of 100 to 2,000 that is 9 % quicker on an H200
-    at 256 requests, 20 % at 64, 27 % at 32, and within 4 % where all have 4,096).
+    there splits have a size, and long requests more of them (on an H200, at lengths of 100 to 2,000, 12 % quicker at
+    256 requests, 23 % at 64, 27 % at 32, and at most 4 % slower where all have 4,096: `tune_attention-h200.json`).
 
     Args:
         num_pairs: requests times key heads.
