@@ -155,7 +155,7 @@ def run_machine(tiny, examples):
 
 
 def test_full_attention(tiny):
-    run_machine(tiny("llama"), 40)  # what it can do the next one does too, with more groups
+    run_machine(tiny("llama"), 60)
 
 
 def test_sliding_and_full_groups(tiny):
