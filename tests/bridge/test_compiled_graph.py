@@ -1,0 +1,62 @@
+"""What the compiler is given is, operation by operation, what vLLM's own class gives it.
+
+Then what it makes of both is the same too. A compiler keeps more digits within what it fuses, and what it fuses depends
+on orders and sizes: with a rotary table of another length than vLLM's, log-probabilities at two ranks differed by 0.037
+in the mean, while both classes were equal bit by bit without compilation.
+"""
+
+import pytest
+from torch import Tensor
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The operations of each graph that is compiled from now on. It runs as it was captured."""
+    from vllm.config import CompilationConfig
+
+    found = []
+
+    def compile_nothing(module, inputs):
+        found.append(operations(module.graph))
+        return module.forward
+
+    monkeypatch.setattr(CompilationConfig, "init_backend", lambda self, *args, **kwargs: compile_nothing)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    return found
+
+
+def operations(graph):
+    """Per operation: what it is, the places of those it takes, its numbers with a fraction, and what comes out. A whole
+    number may be given in several ways, a dimension by its size or as -1; names say nothing.
+    """
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    return [
+        (
+            "input" if node.op == "placeholder" else getattr(node.target, "__name__", node.target),
+            [places[taken] for taken in node.all_input_nodes],
+            [number for number in node.args if isinstance(number, float)],
+            shape_of(node.meta.get("example_value")),
+        )
+        for node in graph.nodes
+    ]
+
+
+def shape_of(value):
+    if isinstance(value, Tensor):
+        return str(value.dtype), [str(n) for n in value.shape], [str(n) for n in value.stride()]
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("config_class", ["LlamaConfig", "Qwen2Config", "Qwen3Config"])
+def test_the_graph_is_that_of_vllms_class(config_class, family, engine, compiled, generate):
+    one = family(config_class, num_attention_heads=2, num_key_value_heads=1)
+    names = one.architecture, one.architecture.removeprefix("Mrv2")
+    for architecture in names:
+        # Shorter than the model allows: a table made for it would be shorter than vLLM's.
+        settings = {"hf_overrides": {"architectures": [architecture]}, "max_model_len": 128}
+        with engine(one.folder, **settings, enforce_eager=False) as llm:
+            generate(llm, [[1, 2, 3]], 2)
+    ours, theirs = compiled
+    assert len(ours) > 200
+    for i, (got, want) in enumerate(zip(ours, theirs, strict=True)):
+        assert got == want, f"operation {i}"
