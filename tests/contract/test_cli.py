@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import pty
@@ -12,6 +14,7 @@ import sys
 import time
 
 import pytest
+import typer
 
 from mrv2.cli.app import COMMANDS
 from mrv2.errors import Mrv2Error, all_error_classes
@@ -174,3 +177,14 @@ def test_doctor_tells_what_changed_since_the_api_an_adapter_was_written_for(site
     assert done.code == 0, done.out
     assert done.json()["adapters"][0]["changes"] == ["0.1: first version"]
     assert json.loads(done.out)["problems"] == 0
+
+
+def test_an_option_with_a_metavar_spells_its_name():
+    """typer 0.27 would take the metavar for the name."""
+    for name in COMMANDS:
+        module = importlib.import_module(COMMANDS[name].target.partition(":")[0])
+        for parameter in inspect.signature(module.command, eval_str=True).parameters.values():
+            for option in getattr(parameter.annotation, "__metadata__", ()):
+                if isinstance(option, typer.models.OptionInfo) and option.metavar:
+                    # Within Annotated the first positional argument is a name, which typer sorts out later.
+                    assert str(option.default).startswith("-"), (name, parameter.name)

@@ -38,6 +38,7 @@ NewName = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters
 Kind = Annotated[
     str,
     typer.Option(
+        "--kind",
         metavar="KIND",
         help="What the model is: decoder, moe (experts), or hybrid (attention beside your own mixer with a state).",
         autocompletion=complete_kinds,
@@ -49,9 +50,12 @@ FromConfig = Annotated[
         "--from-config", metavar="FILE", help="Take names and sizes from this config.json; say what is missing."
     ),
 ]
-Ci = Annotated[str, typer.Option(metavar="CI", help="github, gitlab, or none.", autocompletion=complete_ci)]
+Ci = Annotated[str, typer.Option("--ci", metavar="CI", help="github, gitlab, or none.", autocompletion=complete_ci)]
 License = Annotated[
-    str, typer.Option(metavar="LICENSE", help="proprietary, apache-2.0, or mit.", autocompletion=complete_licenses)
+    str,
+    typer.Option(
+        "--license", metavar="LICENSE", help="proprietary, apache-2.0, or mit.", autocompletion=complete_licenses
+    ),
 ]
 
 
