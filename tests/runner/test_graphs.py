@@ -1,4 +1,4 @@
-"""Replayed decodes give what eager ones give: every size, sampler and depth, with requests that come and go.
+"""Replayed steps give what eager ones give: every size, sampler and depth, with requests that come and go.
 
 On a CPU a recorder of operations stands in for CUDA graphs; with `--device cuda` they are real.
 """
@@ -11,14 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv2.model_state.graphs import GraphPlan
+from mrv2.layers.custom import CacheHandle
+from mrv2.model_state.default import DefaultModelState
+from mrv2.model_state.graphs import GraphPlan, GraphSupport
 from mrv2.runner.graphs import GraphKey, default_plan, find_key
 from mrv2.runner.request import FinishReason
 from mrv2.sample.params import SamplingParams
 from mrv2.sample.states import SamplerNeeds
-from mrv2.sample.tiers import GREEDY, TIERS, tier_of
+from mrv2.sample.tiers import GREEDY, RANDOM, TIERS, tier_of
 from mrv2.state.view import Limits
-from mrv2.testing.freeze import replay_decodes
+from mrv2.testing.freeze import replay_steps
 from mrv2.testing.recorder import RecordedOps
 
 PLAIN = SamplingParams(temperature=0, max_tokens=20)
@@ -33,18 +35,18 @@ MIXED = [
     SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(3, 4, 5)),
 ]
 SMALL = {"block_size": 4, "max_chunk": 7}
-PLAN = GraphPlan(num_reqs=(1, 2, 4, 8), max_seq_lens=(12, 24, 128))
+PLAN = GraphPlan(num_reqs=(1, 2, 4, 8), max_seq_lens=(12, 24, 128), num_tokens=(5, 16, 64))
 
 
 def graphed(model, plan=PLAN, **settings):
     """An engine with graphs of these sizes, none of them captured yet."""
     parts = model.engine(graphs=False, **settings)
     if parts.limits.device.type == "cuda":
-        from mrv2.runner.graphs import CudaRecorder
+        from mrv2.kernels.cuda_graph import CudaRecorder
 
-        replay_decodes(parts, CudaRecorder(parts.limits.device), plan)
+        replay_steps(parts, CudaRecorder(parts.limits.device), plan)
     else:
-        replay_decodes(parts, RecordedOps(), plan)
+        replay_steps(parts, RecordedOps(), plan)
     return parts
 
 
@@ -82,6 +84,9 @@ def test_requests_that_come_and_go(any_tiny, depth):
     stats = graphs_of(parts).stats
     assert stats.replays > 40
     assert stats.eager == {}
+    # A kernel of the model's own may go as far as the longest query, which in a graph would be all tokens.
+    own_kernels = any(isinstance(m, CacheHandle) for m in parts.engine._runner._forward.model.modules())
+    assert (stats.prompts == 0) if own_kernels else (stats.prompts > stats.prompts_eager > 0)
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 3, 8])
@@ -230,6 +235,24 @@ def test_every_step_of_decodes_has_a_key(rows, tokens, data, needs):
     assert list(plan.max_seq_lens) == sorted(set(plan.max_seq_lens))
 
 
+@given(rows=st.integers(1, 1024), more=st.integers(0, 70_000), tokens=st.integers(2, 200_000), data=st.data())
+def test_every_step_of_prompts_has_a_key(rows, more, tokens, data):
+    plan = default_plan(Limits(max_rows=rows, max_num_tokens=rows + more, max_model_len=tokens))
+    num_tokens, seq_len = data.draw(st.integers(1, rows + more)), data.draw(st.integers(1, tokens))
+    num_reqs = data.draw(st.integers(1, min(rows, num_tokens)))
+    key = find_key(plan, num_reqs, seq_len, GREEDY, num_tokens=num_tokens)
+    assert isinstance(key, GraphKey)
+    assert num_reqs <= key.num_reqs <= rows
+    assert num_tokens <= key.num_tokens <= max(plan.num_tokens)
+    assert seq_len <= key.max_seq_len <= tokens
+    # Tokens of padding cost as much as others, unless launching costs more.
+    assert key.num_tokens - num_tokens <= max(256, num_tokens // 8)
+    assert find_key(plan, key.num_reqs, key.max_seq_len, GREEDY, num_tokens=key.num_tokens) == key
+    assert list(plan.num_tokens) == sorted(set(plan.num_tokens))
+    assert max(plan.num_tokens) == rows + more
+    assert len(plan.num_tokens) <= 70
+
+
 @given(needs)
 def test_a_tier_has_all_that_is_needed(needs):
     tier = tier_of(needs)
@@ -274,9 +297,10 @@ def test_idle_time_is_used_for_what_may_come(tiny):
     while engine.use_idle_time():
         pass
     keys = set(runner.graphs._replays)
-    assert keys == {GraphKey(n, 128, GREEDY) for n in PLAN.num_reqs}
+    assert {key for key in keys if not key.num_tokens} == {GraphKey(n, 128, GREEDY) for n in PLAN.num_reqs}
+    assert {key for key in keys if key.num_tokens} == {GraphKey(8, 128, GREEDY, 64)}
     captures = runner.graphs.stats.captures
-    prompts = ragged_prompts(7, seed=8)
+    prompts = [p[:1] for p in ragged_prompts(7, seed=8)]
     assert run(parts, prompts, prefix="next", at_once=1) == [model.oracle(p, 20) for p in prompts]
     assert runner.graphs.stats.captures == captures == len(keys)
 
@@ -288,20 +312,58 @@ def test_a_long_prompt_doesnt_lengthen_the_decodes_beside_it(tiny):
     batch = [[1, 2], [3] * 60]
     assert run(parts, batch, short, at_once=1) == [model.oracle(p, 6) for p in batch]
     # The first request, while the other one's prompt was computed, and the other one.
-    assert {key.max_seq_len for key in graphs_of(parts)._replays} == {12, 128}
+    assert {key.max_seq_len for key in graphs_of(parts)._replays if not key.num_tokens} == {12, 128}
 
 
 def test_common_sizes_are_captured_at_the_start_from_the_largest_on(tiny):
     parts = graphed(tiny("qwen3"))
     parts.engine._runner.capture_common()
     keys = list(graphs_of(parts)._replays)
+    assert keys[:2] == [GraphKey(8, 128, tier, 64) for tier in (GREEDY, RANDOM)]
+    del keys[:2]
     assert [key.num_reqs for key in keys] == sorted((key.num_reqs for key in keys), reverse=True)
     assert {key.max_seq_len for key in keys} == {PLAN.max_seq_lens[0]}
     assert len(keys) == 2 * len(PLAN.num_reqs)
-    prompts = ragged_prompts(3, longest=2)
+    prompts = ragged_prompts(3, longest=1)
     short = SamplingParams(temperature=0, max_tokens=10)
     assert run(parts, prompts, short) == [tiny("qwen3").oracle(p, 10) for p in prompts]
-    assert graphs_of(parts).stats.captures == len(keys)
+    assert graphs_of(parts).stats.captures == 2 + len(keys)
+
+
+def test_prompts_are_captured_when_their_size_comes_again(tiny):
+    model = tiny("llama")
+    parts = graphed(model, depth=2, prefix_caching=False)
+    short = SamplingParams(temperature=0, max_tokens=3)
+    for number, lengths in enumerate(((9, 7), (3, 2), (16,), (4, 12), (5,))):
+        batch = [[(7 * i + n) % 61 for i in range(n)] for n in lengths]
+        assert run(parts, batch, short, f"{number}-") == [model.oracle(p, 3) for p in batch]
+    stats = graphs_of(parts).stats
+    assert {key for key in graphs_of(parts)._replays if key.num_tokens} == {
+        GraphKey(8, 128, GREEDY, 16),
+        GraphKey(8, 128, GREEDY, 5),
+    }
+    assert (stats.prompts_eager, stats.prompts) == (2, 3)
+
+
+@pytest.mark.parametrize("support", [GraphSupport.UNIFORM_1, GraphSupport.UNIFORM_K])
+def test_a_model_that_can_only_replay_uniform_steps_has_its_prompts_launched(tiny, support, monkeypatch):
+    monkeypatch.setattr(DefaultModelState, "graph_support", lambda self: support)
+    model = tiny("llama")
+    parts = graphed(model)
+    assert run(parts, [[1, 2, 3]] * 3, at_once=1) == [model.oracle([1, 2, 3], 20)] * 3
+    stats = graphs_of(parts).stats
+    assert stats.prompts == 0
+    assert stats.prompts_eager
+    assert stats.replays
+
+
+def test_prompts_whose_logprobs_are_wanted_are_launched(tiny):
+    """A graph would have to keep the hidden states of all of its tokens."""
+    parts = graphed(tiny("llama"), prefix_caching=False)
+    for k in range(3):
+        run(parts, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3, logprobs=1), f"{k}-")
+    stats = graphs_of(parts).stats
+    assert (stats.prompts, stats.prompts_eager) == (0, 3)
 
 
 def test_an_output_is_read_before_its_slot_is_used_again(tiny):

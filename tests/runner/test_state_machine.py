@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from mrv2.runner.graphs import CudaRecorder
+from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.runner.request import FinishReason, Status
 from mrv2.sample.params import SamplingParams
-from mrv2.testing.freeze import replay_decodes
+from mrv2.testing.freeze import replay_steps
 from mrv2.testing.recorder import RecordedOps
 
 
@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if kind == "graphs":
             cuda = self.parts.limits.device.type == "cuda"
-            replay_decodes(self.parts, CudaRecorder(self.parts.limits.device) if cuda else RecordedOps())
+            replay_steps(self.parts, CudaRecorder(self.parts.limits.device) if cuda else RecordedOps())
         poison_host_columns(self.parts.engine.scheduler)
         self.scheduler, self.runner = self.parts.engine.scheduler, self.parts.engine._runner
         self.depth, self.in_flight = depth, deque()

@@ -18,6 +18,7 @@ from mrv2.debug.canaries import WatchedPool
 from mrv2.debug.runner import DebugRunner, GuardedForward
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
+from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.layers.base import DTYPES
 from mrv2.layers.custom import CacheHandle
 from mrv2.layers.native import NativeLayers
@@ -33,7 +34,7 @@ from mrv2.runner.block_pool import BlockPool
 from mrv2.runner.device import choose_device, on_device
 from mrv2.runner.engine import Engine
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.graphs import CudaRecorder, GraphStats, default_plan
+from mrv2.runner.graphs import GraphStats, default_plan
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
 from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
@@ -73,14 +74,14 @@ class EngineConfig:
         prefix_caching: reuse cached blocks of equal prefixes; None: if the adapter offers it.
         depth: steps in flight; None: 1 on a CPU, 2 on a GPU.
         runner: "async", or "sync": its plain twin, for debugging.
-        graphs: replay decode steps as CUDA graphs; None: on a GPU, unless the model can't be captured, `debug` is on or
+        graphs: replay steps as CUDA graphs; None: on a GPU, unless the model can't be captured, `debug` is on or
             `runner` is "sync". True: refuse where that isn't possible.
         debug: make faults of adapters and kernels show: late streams, poison in what nobody may read, a watch over
             the whole cache, which is 1 GiB at most then unless its size is given. Tokens stay the same; see
             `DebugRunner`. Slow, and off costs nothing. Turns graphs off.
-        max_queue: most requests waiting for a row, preempted ones included. More than that are refused, or fed in as
-            room appears (`LLM.generate`). Each costs the memory of its prompt, and waits for all before it: the
-            default keeps 64 rows busy for a while without hiding for long that they can't keep up. None: no limit.
+        max_queue: most requests waiting for a row, preempted ones included. More are refused, or fed in as room appears
+            (`LLM.generate`). Each costs its prompt's memory, and waits for all before it: the default keeps 64 rows
+            busy for a while without hiding for long that they can't keep up. None: no limit.
         seed: of the generator behind unseeded requests; None: from the system.
         weights: "checkpoint", or "random": the model's folder needs a config only. For measurements.
     """
@@ -265,9 +266,7 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
     else:
         forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=num_blocks)
         runner = _runner(loaded, forward, config) if config.runner == "async" else SyncRunner(forward, groups)
-    graphs = runner.graphs if isinstance(runner, Runner) else None
-    if isinstance(runner, Runner):
-        runner.capture_common()
+    graphs = runner.capture_common() if isinstance(runner, Runner) else None
     request_limits = RequestLimits(
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
@@ -280,7 +279,7 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
         engine=Engine(scheduler, runner, depth=depth),
         intake=Intake(request_limits, seed=config.seed, check_options=forward.check_options),
         limits=limits,
-        graphs=None if graphs is None else graphs.stats,
+        graphs=graphs,
     )
 
 
@@ -290,14 +289,14 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> 
     runner = Runner(forward, state.groups)
     if config.graphs is False or config.debug:
         return runner
-    fixed = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
     reason = why_eager(loaded, state)
     if reason is None:
         runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
     elif config.graphs:
-        raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fixed)
+        fix = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
+        raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fix)
     elif limits.device.type == "cuda":
-        warnings.warn(f"decode steps run without CUDA graphs: {reason}", stacklevel=2)
+        warnings.warn(f"steps run without CUDA graphs: {reason}", stacklevel=2)
     return runner
 
 

@@ -27,6 +27,7 @@ class GraphPlan:
 
     num_reqs: tuple[int, ...]  # requests after padding, ascending
     max_seq_lens: tuple[int, ...]  # upper bounds of lengths, ascending
+    num_tokens: tuple[int, ...] = ()  # tokens after padding of prompts that are computed in a step, ascending
 
 
 class CaptureContext(Protocol):

@@ -1,24 +1,19 @@
-"""Whole decode steps as CUDA graphs: which there are, which of them serves a step, and how they come to be.
+"""Whole steps as CUDA graphs: which there are, which of them serves a step, and how they come to be.
 
 A graph replays launches with the arguments of its capture. So a step is padded to one of a few sizes, its batch is
 brought to a fixed address, and everything else is read from persistent buffers; what differs between two steps of one
-size is on the device.
+size is on the device. Decodes and prompts that are computed in one step are two forwards, each with a graph of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
-import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from mrv2.errors import GraphCaptureError
@@ -32,14 +27,19 @@ SHORTEST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 """Bounds of lengths are far apart. Attention splits a request's own length, so that a bound too high costs a few
 programs that end at once; an adapter's kernel may read as far as the bound."""
 
+SMALLEST_PROMPTS, PROMPT_REQS = 16, 64
+"""Tokens of prompts, after padding, of the smallest step of them; requests that all of them have room for. Launching
+one by one takes the host as long for ten tokens as for a thousand, and requests cost hardly more than their logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What is fixed in a captured step, in which each request has one token."""
+    """What is fixed in a captured step."""
 
-    num_reqs: int  # after padding, and so many tokens
+    num_reqs: int  # after padding
     max_seq_len: int  # upper bound
     sampler: SamplerNeeds | None  # a tier; None: the graph ends with hidden states, sampling follows eagerly
+    num_tokens: int = 0  # of prompts, after padding; 0: decodes, one token for each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class GraphStats:
     replays: int = 0
     eager: dict[str, int] = field(default_factory=dict)
     """Decode steps that ran eagerly although graphs are on, by reason."""
+    prompts: int = 0
+    """Replays, included above, of the part of a step that computes prompts."""
+    prompts_eager: int = 0
+    """Such parts that were launched one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +89,47 @@ class Recorder(Protocol):
 
 
 def default_plan(limits: Limits) -> GraphPlan:
-    """Sizes up to the largest step of decodes, the largest itself included."""
-    most, longest = limits.max_rows, limits.max_model_len
-    sizes, size = [], 1
+    """Sizes up to the largest steps, these themselves included."""
+    bounds, bound = [], SHORTEST_CONTEXT
+    while bound < limits.max_model_len:
+        bounds.append(bound)
+        bound *= CONTEXT_FACTOR
+    return GraphPlan(
+        # The larger, the more a step pays for each request, or token, of padding.
+        num_reqs=_spread(1, limits.max_rows, lambda octave: 1 if octave < 16 else 2 if octave < 128 else 4),
+        max_seq_lens=(*bounds, limits.max_model_len),
+        num_tokens=_spread(SMALLEST_PROMPTS, limits.max_num_tokens, lambda octave: 1 if octave < 512 else 8),
+    )
+
+
+def _spread(size: int, most: int, steps: Callable[[int], int]) -> tuple[int, ...]:
+    """Sizes from `size` to `most`, so many in each octave."""
+    sizes = []
     while size < most:
         sizes.append(size)
         octave = 1 << (size.bit_length() - 1)
-        # The larger, the more a step pays for each request of padding.
-        size += octave if octave < 16 else octave // 2 if octave < 128 else octave // 4
-    bounds, bound = [], SHORTEST_CONTEXT
-    while bound < longest:
-        bounds.append(bound)
-        bound *= CONTEXT_FACTOR
-    return GraphPlan(num_reqs=(*sizes, most), max_seq_lens=(*bounds, longest))
+        size += octave // steps(octave)
+    return (*sizes, most)
 
 
-def find_key(plan: GraphPlan, num_reqs: int, max_seq_len: int, sampler: SamplerNeeds | None) -> GraphKey | str:
-    """The key of a step of decodes, or why it has none. Keys are made here only, to be captured and to be looked up."""
-    size = next((n for n in plan.num_reqs if n >= num_reqs), None)
-    bound = next((n for n in plan.max_seq_lens if n >= max_seq_len), None)
-    if size is None:
-        return f"graph_plan() has no size for more than {max(plan.num_reqs, default=0)} requests"
-    if bound is None:
-        return f"graph_plan() has no size for more than {max(plan.max_seq_lens, default=0)} tokens of a request"
-    return GraphKey(size, bound, sampler)
+def find_key(
+    plan: GraphPlan, num_reqs: int, max_seq_len: int, sampler: SamplerNeeds | None, *, num_tokens: int = 0
+) -> GraphKey | str:
+    """The key of a step of decodes, or, with `num_tokens`, of prompts; or why it has none. Keys are made here only, to
+    be captured and to be looked up.
+    """
+    largest, longest = max(plan.num_reqs, default=0), max(plan.max_seq_lens, default=0)
+    if num_reqs > largest:
+        return f"graph_plan() has no size for more than {largest} requests"
+    if max_seq_len > longest:
+        return f"graph_plan() has no size for more than {longest} tokens of a request"
+    if num_tokens:  # these are many sizes already: nothing but tokens tells them apart, as a rule
+        tokens = next((n for n in plan.num_tokens if n >= num_tokens), None)
+        if tokens is None:
+            return f"graph_plan() has no size for {num_tokens} tokens of prompts"
+        return GraphKey(min(PROMPT_REQS, largest) if num_reqs <= PROMPT_REQS else largest, longest, sampler, tokens)
+    size = next(n for n in plan.num_reqs if n >= num_reqs)
+    return GraphKey(size, next(n for n in plan.max_seq_lens if n >= max_seq_len), sampler)
 
 
 class StepGraphs:
@@ -136,7 +157,8 @@ class StepGraphs:
         self._recorder = recorder
         self._replays: dict[GraphKey, Callable[[], Captured | None]] = {}
         self._kinds: set[tuple[int, SamplerNeeds | None]] = set()  # context and sampler of keys that have occurred
-        self._wanted: deque[GraphKey] = deque()  # keys of those kinds, the largest first
+        self._wanted: deque[GraphKey] = deque()  # keys of those kinds, the largest first, and of prompts
+        self._met: set[GraphKey] = set()  # keys of prompts that have occurred
         self._last: _Found | None = None
 
     def find(
@@ -164,14 +186,37 @@ class StepGraphs:
         self._last = _Found(num_reqs, above, key, replay)
         return replay
 
+    def find_prompts(
+        self, num_reqs: int, num_tokens: int, max_seq_len: int, sampler: SamplerNeeds | None
+    ) -> Callable[[], Captured | None] | None:
+        """Replays a step of prompts; None: it has to run eagerly. There are many sizes, and some of them come once: so
+        their graphs are captured when they are needed for the second time, or when there is nothing else to do.
+
+        Raises:
+            GraphCaptureError: its graph was not there yet, and can't be had.
+        """
+        key, replay = find_key(self.plan, num_reqs, max_seq_len, sampler, num_tokens=num_tokens), None
+        if isinstance(key, GraphKey) and sampler is not None:  # hidden states of all tokens are too much to keep
+            replay = self._replays.get(key)
+            if replay is None and key in self._met:
+                replay = self._capture(key)
+            elif replay is None:
+                self._met.add(key)
+                self._wanted.append(key)
+        self.stats.replays += replay is not None
+        self.stats.prompts += replay is not None
+        self.stats.prompts_eager += replay is None
+        return replay
+
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
-        """Capture steps of all sizes with short requests, for each of these samplers."""
+        """Capture decodes of all sizes with short requests, and the most prompts, for each of these samplers."""
         for sampler in samplers:
             key = find_key(self.plan, 1, 1, sampler)
             if isinstance(key, GraphKey):
                 self._want(key)
         # The largest first: what it needs is enough for the others.
-        self._wanted = deque(sorted(self._wanted, key=lambda key: -key.num_reqs))
+        prompts = [key for key in self._largest(samplers) if key.num_tokens and key.sampler is not None]
+        self._wanted = deque([*prompts, *sorted(self._wanted, key=lambda key: -key.num_reqs)])
         while self.capture_next():
             pass
 
@@ -186,12 +231,19 @@ class StepGraphs:
 
     def rehearse(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Run the largest steps eagerly, for what they compile and allocate."""
-        for sampler in samplers:
-            key = find_key(
-                self.plan, max(self.plan.num_reqs, default=0), max(self.plan.max_seq_lens, default=0), sampler
-            )
-            if isinstance(key, GraphKey):
-                self._dry_run(key)
+        for key in self._largest(samplers):
+            self._dry_run(key)
+
+    def _largest(self, samplers: Sequence[SamplerNeeds | None]) -> list[GraphKey]:
+        """Keys of the largest decodes and prompts for each of these samplers."""
+        most, longest = max(self.plan.num_reqs, default=0), max(self.plan.max_seq_lens, default=0)
+        tokens = {0, max(self.plan.num_tokens, default=0)}
+        found = (
+            find_key(self.plan, min(most, PROMPT_REQS) if n else most, longest, sampler, num_tokens=n)
+            for sampler in samplers
+            for n in tokens
+        )
+        return [key for key in found if isinstance(key, GraphKey)]
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """See `CaptureContext.capture`."""
@@ -212,7 +264,7 @@ class StepGraphs:
             replay = self._recorder.record(lambda: self._body(key))
         except Exception as error:
             raise GraphCaptureError(
-                f"a step of {key.num_reqs} decodes can't be captured: {type(error).__name__}: {error}",
+                f"a step of {_described(key)} can't be captured: {type(error).__name__}: {error}",
                 where="the device side of the model, or of its ModelState",
                 fix="find what reads a device value on the host there (mrv2.testing.check_frozen), say "
                 "GraphSupport.NEVER in graph_support(), or run with graphs=False / --no-graphs",
@@ -223,67 +275,5 @@ class StepGraphs:
         return replay
 
 
-class CudaRecorder:
-    """Captures on a side stream, all graphs in one pool of memory: they are replayed one after the other.
-
-    Args:
-        device: a GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], T]) -> Callable[[], T]:
-        """See `Recorder.record`. Doesn't wait for the device."""
-        graph, (stream, lock) = torch.cuda.CUDAGraph(), _capture_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with lock, torch.cuda.stream(stream), _no_collection():
-            # Other threads, such as the one that delivers outputs, may do as they like meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:
-                self._give_up(graph)
-                raise
-            graph.capture_end()
-
-        def replay() -> T:
-            graph.replay()
-            return result
-
-        return replay
-
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that has failed, so that the error that made it fail is the one that is seen."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            with contextlib.suppress(RuntimeError):  # some versions of PyTorch don't tell the allocator then
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.Lock]:
-    """The device's stream for captures, of all engines, and who may use it: cuBLAS gives each stream a workspace of
-    tens of megabytes for good.
-    """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        # The workspace comes now and not in a pool, where the first capture would put it.
-        for dtype in (torch.float32, torch.bfloat16):
-            square = torch.zeros(64, 64, dtype=dtype, device=device)
-            torch.mm(square, square)
-    return stream, threading.Lock()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collected tensor or graph would be freed within the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _described(key: GraphKey) -> str:
+    return f"{key.num_tokens} tokens of prompts" if key.num_tokens else f"{key.num_reqs} decodes"

@@ -5,7 +5,7 @@ to the host. Between the two, and until the output is read, the next step may be
 input ids and lengths come from the device's own columns.
 
 With graphs, `begin` replays a step's decodes, up to their tokens on the host; what has more than one token per request
-follows as a forward of its own.
+follows as a forward of its own, replayed too where its size has been captured.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from mrv2.attn.groups import KVGroup
 from mrv2.kernels.report_sampled import report_sampled
 from mrv2.kernels.update_after_sample import update_after_sample
-from mrv2.model_state.graphs import GraphPlan
+from mrv2.layers.custom import CacheHandle
+from mrv2.model_state.graphs import GraphPlan, GraphSupport
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.graphs import Captured, GraphKey, Recorder, StepGraphs
+from mrv2.runner.graphs import Captured, GraphKey, GraphStats, Recorder, StepGraphs
 from mrv2.runner.outputs import CopyStream, JoinedOutput, OutputRing, Pending, PendingOutput
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS
 from mrv2.sample.sampler import Sampler, SamplerOutput
@@ -71,16 +72,22 @@ class Runner:
         self.graphs: StepGraphs | None = None
 
     def use_graphs(self, plan: GraphPlan, recorder: Recorder) -> StepGraphs:
-        """Replay decodes from now on. Nothing is captured yet."""
+        """Replay steps from now on. Nothing is captured yet."""
+        own_kernels = any(isinstance(module, CacheHandle) for module in self._forward.model.modules())
+        if own_kernels or self._state.graph_support() is not GraphSupport.ALWAYS:
+            # A kernel of an adapter's may go as far as `max_query_len`, which would be all tokens of the step.
+            plan = replace(plan, num_tokens=())
         self.graphs = StepGraphs(plan, body=self._launch, dry_run=self._launch_padding, recorder=recorder)
         return self.graphs
 
-    def capture_common(self) -> None:
-        """Capture what most steps will be, and let the model capture what it wants."""
-        if self.graphs is not None:
-            with torch.inference_mode():
-                self._state.capture_inner(self.graphs)
-            self.graphs.capture_common((GREEDY, RANDOM) if self._own_sampler else (None,))
+    def capture_common(self) -> GraphStats | None:
+        """Capture what most steps will be, and let the model capture what it wants. Counters; None: without graphs."""
+        if self.graphs is None:
+            return None
+        with torch.inference_mode():
+            self._state.capture_inner(self.graphs)
+        self.graphs.capture_common((GREEDY, RANDOM) if self._own_sampler else (None,))
+        return self.graphs.stats
 
     def rehearse_graphs(self) -> None:
         """Run the largest steps that would be captured, for what they compile and allocate."""
@@ -113,15 +120,17 @@ class Runner:
 
         self._forward.copy_blocks(plan.copies)
         needs = self._needs(plan)
-        if self.graphs is None or not plan.num_decodes:
+        if self.graphs is None:
             return self._begin(plan, needs)
-        if plan.num_decodes == plan.num_reqs:
+        if plan.num_decodes in (0, plan.num_reqs):
             return self._replay(self.graphs, plan, needs) or self._begin(plan, needs)
         decodes, rest = plan.part(0, plan.num_decodes), plan.part(plan.num_decodes, plan.num_reqs)
         done = self._replay(self.graphs, decodes, self._needs_of(decodes, needs))
         if done is None:
             return self._begin(plan, needs)
-        return replace(self._begin(rest, self._needs_of(rest, needs)), decodes=done)
+        needs = self._needs_of(rest, needs)
+        prompts = self._replay(self.graphs, rest, needs)
+        return replace(self._begin(rest, needs), decodes=done) if prompts is None else JoinedOutput(done, prompts)
 
     def finish(self, step: PendingStep | Pending) -> Pending:
         """Sample, write back to the request table, and start the copy to the host."""
@@ -190,9 +199,13 @@ class Runner:
         return replace(self._needs(part), num_logprobs=whole.num_logprobs)
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan, needs: SamplerNeeds) -> Pending | None:
-        """Run decodes to their end. None: nothing has been launched, they have to run eagerly."""
+        """Run decodes, or prompts, to their end. None: nothing has been launched, they have to run eagerly."""
         tier = tier_of(needs) if self._own_sampler else None
-        replay: Callable[[], Captured | None] | None = graphs.find(plan.num_reqs, plan.max_seq_len, tier)
+        replay: Callable[[], Captured | None] | None
+        if plan.num_decodes:
+            replay = graphs.find(plan.num_reqs, plan.max_seq_len, tier)
+        else:
+            replay = graphs.find_prompts(plan.num_reqs, plan.num_tokens, plan.max_seq_len, tier)
         if replay is None:
             return None
         slot = self._ring.next_slot()
@@ -205,9 +218,10 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, key: GraphKey) -> Captured | None:
         """All that a graph holds. What is computed on the host here is the same in each of its steps."""
-        sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_reqs, "max_seq_len": key.max_seq_len}
+        decodes, longest = (0, key.num_tokens) if key.num_tokens else (key.num_reqs, 1)
+        sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_tokens or decodes, "max_seq_len": key.max_seq_len}
         self._buffers.gather(self._buffers.batch, self._requests, self._tables, **sizes)
-        view = self._buffers.view(self._requests, **sizes, num_decodes=key.num_reqs, max_query_len=1)
+        view = self._buffers.view(self._requests, **sizes, num_decodes=decodes, max_query_len=longest)
         hidden = self._forward.hidden(view)
         if key.sampler is None:
             return Captured(view, hidden)

@@ -17,8 +17,9 @@ from torch import Tensor
 from mrv2.attn.triton import TritonAttention
 from mrv2.errors import GraphCaptureError
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.model_state.graphs import GraphPlan
-from mrv2.runner.graphs import CudaRecorder, Recorder, StepGraphs
+from mrv2.runner.graphs import Recorder, StepGraphs
 from mrv2.runner.runner import Runner
 from mrv2.sample.params import SamplingParams
 from mrv2.state.view import StepView
@@ -76,13 +77,13 @@ def check_frozen(
     assert captured.tokens() == fresh.tokens(), "hidden states are the same and tokens aren't: see the sampler"
 
 
-def replay_decodes(parts: EngineParts, recorder: Recorder, plan: GraphPlan | None = None) -> StepGraphs:
-    """Have an engine replay its decodes with any recorder, on a CPU too. It must not have run a step.
+def replay_steps(parts: EngineParts, recorder: Recorder, plan: GraphPlan | None = None) -> StepGraphs:
+    """Have an engine replay its steps with any recorder, on a CPU too. It must not have run one.
 
     Args:
         parts: the engine, assembled with `graphs=False`.
         recorder: makes the replays.
-        plan: sizes; None: one, for the largest step of decodes.
+        plan: sizes; None: one, for the largest step of decodes, and one for that of prompts.
     """
     runner = parts.engine._runner
     assert isinstance(runner, Runner)
@@ -90,12 +91,15 @@ def replay_decodes(parts: EngineParts, recorder: Recorder, plan: GraphPlan | Non
         # What is quick on a CPU reads tensors on the host; on a GPU it is the kernels that run.
         runner._forward._backend, runner._forward._one_token = TritonAttention(), None
         runner._forward.greedy = lambda hidden, view: None  # type: ignore[method-assign]
-    largest = GraphPlan(num_reqs=(parts.limits.max_rows,), max_seq_lens=(parts.limits.max_model_len,))
+    limits = parts.limits
+    largest = GraphPlan(
+        num_reqs=(limits.max_rows,), max_seq_lens=(limits.max_model_len,), num_tokens=(limits.max_num_tokens,)
+    )
     return runner.use_graphs(plan or largest, recorder)
 
 
 class _Side:
-    """One engine, and what its last replayed step made."""
+    """One engine, and what the replays of its last step made."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self._parts = assemble(loaded, config)
@@ -103,10 +107,14 @@ class _Side:
         self._requests: list[Any] = []
         self._waiting: list[Any] = []
         self._made: dict[str, Tensor] = {}  # by the step that runs, or is captured
-        self._seen: dict[str, Tensor] = {}  # by the last step, when it was a replayed one
+        self._seen: list[dict[str, Tensor]] = []  # by the last step: its decodes, its prompts, if they were replayed
         forward = self._parts.engine._runner._forward
         self._watch(forward.state, "prepare_inputs", lambda view, inputs: dict(inputs))
-        self._watch(forward, "hidden", lambda view, hidden: {"rows": view.rows, "hidden states": hidden})
+        self._watch(forward, "hidden", self._named)
+
+    @staticmethod
+    def _named(view: StepView, hidden: Tensor) -> dict[str, Tensor]:
+        return {"rows": view.rows, "tokens' requests": view.token_to_i, "hidden states": hidden}
 
     def _watch(self, owner: Any, name: str, named: Callable[[StepView, Any], dict[str, Tensor]]) -> None:
         method = getattr(owner, name)
@@ -119,7 +127,7 @@ class _Side:
         setattr(owner, name, watched)
 
     def use(self, recorder: Recorder) -> None:
-        replay_decodes(self._parts, _Watched(recorder, self))
+        replay_steps(self._parts, _Watched(recorder, self))
 
     def watched(self, run: Callable[[], T]) -> tuple[T, dict[str, Tensor]]:
         self._made = {}
@@ -128,8 +136,8 @@ class _Side:
         return result, made
 
     def note(self, made: dict[str, Tensor]) -> None:
-        """Keep what a replay has made: a prefill may follow in the same buffers."""
-        self._seen = {name: tensor.clone() for name, tensor in made.items()}
+        """Keep what a replay has made: another may follow in the same buffers."""
+        self._seen.append({name: tensor.clone() for name, tensor in made.items()})
 
     def add(self, req_id: str, prompt: list[int], params: SamplingParams, new: int) -> None:
         request = self._parts.intake.request(req_id, prompt, replace(params, max_tokens=new, ignore_eos=True, seed=new))
@@ -142,7 +150,7 @@ class _Side:
 
     def step(self) -> None:
         """One step; a request arrives in each, so that some join others that decode."""
-        self._seen = {}
+        self._seen = []
         self._parts.engine.add(self._waiting[:1])
         del self._waiting[:1]
         self._parts.engine.step()
@@ -152,11 +160,18 @@ class _Side:
 
     def compare(self, fresh: _Side, step: int) -> None:
         """With what a fresh build has made; padding doesn't count."""
-        assert self._seen.keys() == fresh._seen.keys(), f"step {step}: {set(self._seen) ^ set(fresh._seen)} is missing"
-        for name, want in fresh._seen.items():
-            got, real = self._seen[name], fresh._seen["rows"] >= 0
-            if len(want) == len(real):
-                got, want = got[real], want[real]
+        assert len(self._seen) == len(fresh._seen), f"step {step}: {len(self._seen)} replays, not {len(fresh._seen)}"
+        for mine, theirs in zip(self._seen, fresh._seen, strict=True):
+            self._compare(mine, theirs, step)
+
+    def _compare(self, mine: dict[str, Tensor], theirs: dict[str, Tensor], step: int) -> None:
+        assert mine.keys() == theirs.keys(), f"step {step}: {set(mine) ^ set(theirs)} is missing"
+        for name, want in theirs.items():
+            got = mine[name]
+            for real in (theirs["tokens' requests"] >= 0, theirs["rows"] >= 0):
+                if len(want) == len(real):
+                    got, want = got[real], want[real]
+                    break
             if want.is_floating_point():
                 same = torch.allclose(got, want, rtol=1e-3, atol=1e-4, equal_nan=True)
             else:

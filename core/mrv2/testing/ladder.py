@@ -21,7 +21,7 @@ from mrv2.errors import Mrv2Error
 from mrv2.frontend.build import EngineParts, LoadedModel
 from mrv2.kernels.registry import Kernel
 from mrv2.testing.bench import run_alone
-from mrv2.testing.freeze import replay_decodes
+from mrv2.testing.freeze import replay_steps
 from mrv2.testing.generated import GREEDY, Generated, engine, generate
 from mrv2.testing.recorder import RecordedOps
 from mrv2.testing.results import ConformanceFailure, NotApplicable, NotRun, Outcome
@@ -171,7 +171,7 @@ def _graphs(ladder: Ladder) -> str:
     for prompt, n in zip(ladder.prompts, NEW, strict=True):
         if ladder.device == "cpu":
             parts = ladder.engine(max_num_seqs=1)
-            replay_decodes(parts, RecordedOps())
+            replay_steps(parts, RecordedOps())
         else:
             parts = ladder.engine(max_num_seqs=1, graphs=True)
         results += generate(parts, [prompt], n, params=plain, depth=2)
