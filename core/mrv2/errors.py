@@ -211,7 +211,8 @@ class LocalAdapterError(Mrv2Error):
     states no manifest.
 
     A folder needs `__init__.py` and `adapter.toml`; a single file states the same TOML in a comment block that
-    starts with `# /// adapter` and ends with `# ///`.
+    starts with `# /// adapter` and ends with `# ///`. A project's folder is taken for the package that its
+    `pyproject.toml` names under `[project.entry-points."mrv2.adapters"]`.
     """
 
     code = "MRV2-113"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mrv2.testing import Level, Outcome, Subject
+from mrv2.testing import Level, Outcome, Subject, run_checks
 from mrv2.testing.check import jobs, run_job
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,6 +61,27 @@ def test_what_vllm_refuses_is_reported_with_our_message(tmp_path):
     assert result.outcome is Outcome.FAILED
     assert "sliding_window" in result.message
     assert "MRV2-403" in result.message
+
+
+def test_a_transform_that_asks_for_the_config_gets_it_inside_vllm(tmp_path):
+    """The same package in both hosts: rotated pairs are taken apart by the config's size of a head (W2)."""
+    import shutil
+
+    folder = tmp_path / "heron_asking"
+    shutil.copytree(HERON, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    model = folder / "model.py"
+    text = model.read_text()
+    for old, new in (
+        ("def from_checkpoint(tensors: Iterator[tuple[str, Tensor]])", "def from_checkpoint(tensors, config)"),
+        ("unflatten(0, (-1, 16, 2))", "unflatten(0, (-1, config.head_dim // 2, 2))"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    model.write_text(text)
+    subject = Subject(str(folder))
+    assert not run_checks(subject, levels=[Level.CPU], suites=["weights", "attention"]).failures
+    result = run(subject, "in_vllm")
+    assert result.outcome is Outcome.PASSED, result.message
 
 
 def test_what_isnt_declared_for_vllm_doesnt_apply():

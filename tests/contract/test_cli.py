@@ -77,6 +77,52 @@ def test_explain_knows_every_code(site):
         assert "never guessed" in done.out
 
 
+OWN = '''
+import mrv2
+raise SystemExit("imported")
+
+class TankError(mrv2.Mrv2Error):
+    """The tank is empty.
+
+    Fill it.
+    """
+
+    code = "ACME-7"
+    title = "empty tank"
+    exit_code: int = 1
+'''
+
+
+def test_explain_knows_adapters_own_codes_and_imports_nothing(site, tmp_path):
+    """Their errors print `mrv2 explain CODE`, so it has to lead somewhere (O3)."""
+    site.add("acme", model=OWN)
+    local = site.add_package("local", model=OWN.replace("ACME", "LOCAL"), root=tmp_path)
+    (local / "broken.py").write_text("class (")
+    done = site.mrv2("explain", "acme-7")
+    assert done.code == 0
+    assert done.out.startswith(
+        "ACME-7 empty tank (exit code 1)\n\nThe tank is empty.\n\nFill it.\n\nof acme (acme-adapter 1.0)"
+    )
+    assert "acme_pkg/model.py:5" in done.out
+    found = site.mrv2("explain", "LOCAL-7", "--adapter", str(local), "--json").json()
+    assert (found["code"], found["title"], found["text"]) == ("LOCAL-7", "empty tank", "The tank is empty.\n\nFill it.")
+    listed = {e["code"]: e["adapter"] for e in site.mrv2("explain", "--json").json()["errors"]}
+    assert listed["ACME-7"].startswith("acme ")
+    assert listed["MRV2-101"] is None
+    unknown = site.mrv2("explain", "LOCAL-7").err
+    assert "'LOCAL-7' is no error of mrv2, nor of an adapter here (acme (" in unknown
+    assert "add --adapter PATH" in unknown
+    assert site.mrv2("explain", MRV2_PREFER="?").code == 0
+
+
+def test_an_adapters_own_error_keeps_its_code_in_doctor(site):
+    hooks = "import mrv2\n" + OWN.partition('imported")')[2] + "\nraise TankError('none left', fix='fill it')\n"
+    site.add("acme", hooks=hooks)
+    done = site.mrv2("doctor", "acme")
+    assert done.code == 1
+    assert "ACME-7 empty tank: none left" in done.out
+
+
 def test_error_codes_are_unique_and_documented():
     classes = list(all_error_classes())
     assert len({c.code for c in classes}) == len(classes)

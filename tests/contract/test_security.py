@@ -53,6 +53,7 @@ def checkpoint(site, name):
         ["list", "--json"],
         ["catalog"],
         ["explain", "101"],
+        ["explain"],
         ["new-adapter", "third", "--kind", "decoder"],
     ],
 )

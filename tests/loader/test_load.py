@@ -244,6 +244,38 @@ def test_a_transform_may_bring_the_layers(tmp_path, tiny_config, adapter, load):
     )
 
 
+def test_a_transform_may_ask_for_the_config(tmp_path, tiny_config, adapter, load):
+    """All of each head in turn in one matrix, whose shape doesn't tell how many heads it holds (W2)."""
+    config = tiny_config()
+    make_checkpoint(tmp_path, config)
+    tensors, parts = read_tensors(tmp_path), [f"self_attn.{part}_proj.weight" for part in "qkv"]
+    groups, size = config.num_key_value_heads, config.head_dim
+    for i in range(3):
+        apart = [tensors.pop(f"model.layers.{i}.{part}").unflatten(0, (groups, -1, size)) for part in parts]
+        tensors[f"model.layers.{i}.self_attn.qkv"] = torch.cat(apart, 1).flatten(0, 2)
+    write_tensors(tmp_path, tensors)
+
+    def apart(pairs, config):
+        queries = config.num_attention_heads // config.num_key_value_heads
+        for name, tensor in pairs:
+            if not name.endswith(".qkv"):
+                yield name, tensor
+                continue
+            heads = tensor.unflatten(0, (config.num_key_value_heads, -1, config.head_dim))
+            for part, rows in zip("qkv", heads.split([queries, 1, 1], dim=1), strict=True):
+                yield name.replace("qkv", f"{part}_proj.weight"), rows.flatten(0, 2)
+
+    class Interleaved(adapter.model):
+        weight_map = WeightMap(rename=adapter.model.weight_map.rename, transform=apart)
+
+    make_checkpoint(tmp_path / "whole", config)
+    want = load(tmp_path / "whole").model.state_dict()
+    adapter.model = Interleaved
+    loaded = load(tmp_path).model
+    assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
+    assert Interleaved.weight_map.transform is apart  # of the class, which other checkpoints have too
+
+
 LAST = "model.layers.2"
 
 

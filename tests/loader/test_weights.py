@@ -200,6 +200,23 @@ def test_a_transform_that_fails_is_named(transform):
         load_weights(Model(), iter([("a", torch.ones(1))]), Model.weight_map)
 
 
+@pytest.mark.parametrize("transform", [lambda: None, lambda tensors, heads: tensors, lambda config: config, 3])
+def test_a_transform_that_wants_something_else_is_refused_when_the_map_is_made(transform):
+    with pytest.raises(LayerArgumentError, match="transform can't be called") as caught:
+        WeightMap(transform=transform)
+    assert "transform(tensors, config)" in caught.value.fix
+
+
+def test_only_a_transform_that_asks_for_the_config_gets_it():
+    plain = WeightMap(transform=lambda tensors, *rest, **more: iter([("got", (rest, more))]))
+    assert plain.for_config("c") is plain
+    asking = WeightMap(rename=((r"^a", "b"),), transform=lambda tensors, config=None: iter([("got", config)]))
+    bound = asking.for_config("c")
+    assert list(bound.transform(iter(()))) == [("got", "c")]
+    assert bound.canonical("a.x") == "b.x"
+    assert list(asking.transform(iter(()))) == [("got", None)]  # the class's own map is left as it was
+
+
 @pytest.mark.parametrize("rename", [(r"^blk", "layers"), [("a", "b")], (("a", "b", "c"),), (("^nf($", "x"),)])
 def test_a_weight_map_is_checked_when_it_is_made(rename):
     with pytest.raises(LayerArgumentError, match=r"rename=|is no regex"):

@@ -286,3 +286,33 @@ def test_a_project_folder_and_a_single_file(heron, tmp_path):
     done = mrv2("check", hello, "--suite", "static")
     assert done.returncode == 1
     assert "there is no config to test with" in done.stdout
+
+
+def test_every_command_takes_the_project_folder(heron, tmp_path, monkeypatch):
+    """As `mrv2 check` does, by the same rules: also of a word without a slash, and with the same errors."""
+    project = tmp_path / "acme"
+    (project / "src").mkdir(parents=True)
+    package = heron("acme/src/heron_everywhere")
+    (project / "pyproject.toml").write_text('[project.entry-points."mrv2.adapters"]\nheron = "heron_everywhere"\n')
+    monkeypatch.chdir(tmp_path)
+    for given in (project, "acme", "./acme/", package, "acme/src/heron_everywhere"):
+        done = mrv2("show", "heron", "--adapter", given, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["manifest"] == str(package / "adapter.toml")
+    model = Subject(str(package)).case("heron", Level.CPU).folder
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
+    done = mrv2("generate", model, "--adapter", "acme", "--input", "ids.jsonl", "--max-tokens", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    for command in (("check",), ("list", "--adapter"), ("parity", model, "--adapter")):
+        for given, says in (
+            (tmp_path / "nothing", "doesn't exist"),
+            (project / "src", "has no __init__.py"),
+            ("", "empty"),
+        ):
+            done = mrv2(*command, given)
+            assert done.returncode == 2
+            assert "MRV2-113" in done.stderr
+            assert says in done.stderr
+    (project / "pyproject.toml").write_text("[project]\n")
+    for command in (("check",), ("trace", model, "--adapter"), ("bench", model, "--adapter")):
+        assert "is a project, and declares no adapter" in mrv2(*command, project).stderr

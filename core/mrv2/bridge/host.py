@@ -24,6 +24,7 @@ from mrv2.layers.vllm.caches import RequestState, local_entries, state_layout
 from mrv2.layers.vllm.context import HIDDEN, RESIDUAL, VllmContext
 from mrv2.layers.vllm.layer_set import VllmLayers
 from mrv2.layers.vllm.names import check_names
+from mrv2.loader.weights import bind_weight_map
 from mrv2.loading import describe, raised_at, source_of
 from mrv2.manifest import Capability
 
@@ -59,6 +60,7 @@ class HostMixin(OlderHost):
         layers = VllmLayers(vllm_config, prefix)
         try:
             super().__init__(layers, config)  # type: ignore[call-arg]
+            bind_weight_map(self, config)  # type: ignore[arg-type]
         except Mrv2Error:
             raise
         except Exception as error:  # an adapter's code, or a layer of vLLM's that refuses a size

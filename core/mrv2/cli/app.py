@@ -131,7 +131,7 @@ COMMANDS: Mapping[str, Command] = {
     "explain": Command(
         "mrv2.cli.explain:command",
         "Explain an error code, or list all of them.",
-        ("mrv2 explain MRV2-101", "mrv2 explain --json"),
+        ("mrv2 explain MRV2-101", "mrv2 explain ACME-2 --adapter ./acme"),
     ),
     "catalog": Command(
         "mrv2.cli.catalog:command",

@@ -143,14 +143,24 @@ def _write(report: Report, junit: Path | None, html: Path | None) -> None:
         write_text(html, reports.to_html(report), option="mrv2 check --html")
 
 
+def _count(failures: int, causes: int) -> str:
+    if causes == 1:
+        return f"{failures} failures, all of the same error"
+    each = f", {causes} of them different" if causes < failures else ""
+    return f"{failures} failures{each}; begin with the first, it may explain the others"
+
+
 def _print(report: Report, wanted: Collection[Level]) -> None:
     configs = list(dict.fromkeys(r.config for r in report.results if r.config))
     print(f"{report.adapter} {report.version}; configs: {', '.join(configs) or 'none'}; reference: {report.reference}")
-    for n, result in enumerate(report.failures):
-        if n == 0 and len(report.failures) > 1:
-            print(f"\n{len(report.failures)} failures; begin with the first, it may explain the others")
+    causes = report.causes
+    if len(report.failures) > 1:
+        print(f"\n{_count(len(report.failures), len(causes))}")
+    for result, *same in causes:
         print(f"\n{result.suite}: {result.title} [{result.config or 'adapter'}, {result.level}]")
         print(indent(result.message))
+        if same:
+            print(indent(f"the same in {len(same)} more: {', '.join(r.label for r in same)}"))
     print()
     for summary in report.levels:
         print(summary)

@@ -24,6 +24,15 @@ def complete_names(incomplete: str) -> list[str]:
     return sorted({e.name for e in entries if e.name.startswith(incomplete)})
 
 
+def _resolved(adapters: list[str] | None) -> list[str] | None:
+    """What each `--adapter` means, by the rules of `mrv2 check`."""
+    if not adapters:
+        return adapters
+    from mrv2.testing.project import adapter_argument
+
+    return [adapter_argument(adapter) for adapter in adapters]
+
+
 def complete_codes(incomplete: str) -> list[str]:
     """Error codes that start with `incomplete`."""
     from mrv2.errors import all_error_classes
@@ -69,7 +78,8 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="PATH|NAME",
-        help="Also use this local adapter, or prefer this installed one. Can be repeated.",
+        help="Also use this package folder, project folder or file, or prefer this installed adapter. Can be repeated.",
+        callback=_resolved,
         autocompletion=complete_names,
     ),
 ]

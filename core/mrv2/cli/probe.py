@@ -112,8 +112,9 @@ class _Child:
 
 
 def _rebuild(error: dict[str, str]) -> Mrv2Error:
-    # An adapter may raise errors of its own, which this process doesn't know.
-    cls = next((c for c in all_error_classes() if c.code == error["code"]), Mrv2Error)
+    cls = next((c for c in all_error_classes() if c.code == error["code"]), None)
+    if cls is None:  # an adapter's own, whose class this process doesn't have
+        cls = type("AdapterError", (Mrv2Error,), {"code": error["code"], "title": error["title"]})
     return cls(error["what"], where=error["where"], fix=error["fix"])
 
 

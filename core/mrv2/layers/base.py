@@ -6,9 +6,11 @@ name is given explicitly and equals the attribute path, because LoRA, quantisati
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -275,12 +277,21 @@ class WeightMap:
         rename: (regex, replacement) pairs, applied to each name in order.
         ignored: regexes of checkpoint tensors that the model doesn't use.
         transform: for a private format: a generator that takes an iterator of (name, tensor) after renaming and
-            yields (name, tensor) as the slots expect them (split, merged, transposed, permuted).
+            yields (name, tensor) as the slots expect them (split, merged, transposed, permuted). With a parameter
+            called `config` it also gets what the model's constructor got, for what shapes don't tell (how many heads
+            a fused matrix holds).
+
+    Raises:
+        LayerArgumentError: `rename` or `ignored` aren't tuples of regexes, or `transform` wants something else.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    transform: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] | None = None
+    transform: (
+        Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+        | Callable[[Iterator[tuple[str, Tensor]], Any], Iterator[tuple[str, Tensor]]]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
         pairs = self.rename if isinstance(self.rename, tuple) else None
@@ -300,6 +311,8 @@ class WeightMap:
                 raise LayerArgumentError(
                     f"{pattern!r} is no regex: {error}", where="WeightMap", fix="correct it"
                 ) from error
+        if self.transform is not None:
+            _check_transform(self.transform)
 
     def canonical(self, name: str) -> str | None:
         """Our name of the checkpoint's `name`, or None when it is ignored."""
@@ -308,6 +321,34 @@ class WeightMap:
         for pattern, replacement in self.rename:
             name = re.sub(pattern, replacement, name)
         return name
+
+    def for_config(self, config: Any) -> WeightMap:
+        """The map of one checkpoint: `transform` has its config, if it asks for it. Hosts call it."""
+        transform: Any = self.transform
+        if transform is None or not _takes_config(transform):
+            return self
+        return replace(self, transform=partial(transform, config=config))
+
+
+def _takes_config(transform: Callable[..., object]) -> bool:
+    try:
+        return "config" in inspect.signature(transform).parameters
+    except (TypeError, ValueError):  # written in C, or no function: it will say so when it is called
+        return False
+
+
+def _check_transform(transform: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(transform)
+        signature.bind(iter(()), **({"config": None} if _takes_config(transform) else {}))
+    except ValueError:  # written in C
+        return
+    except TypeError as error:
+        raise LayerArgumentError(
+            f"transform can't be called with (name, tensor) pairs: {error}",
+            where="WeightMap",
+            fix="def transform(tensors), or def transform(tensors, config)",
+        ) from error
 
 
 class ModelClass(Protocol):

@@ -14,7 +14,7 @@ from mrv2.context import AdapterContext
 from mrv2.errors import ModelBuildError, Mrv2Error, UnsupportedError
 from mrv2.layers.native import NativeLayers, check_names, check_recurrent
 from mrv2.loader.source import SafetensorsSource, WeightSource, iter_tensors, tensor_infos
-from mrv2.loader.weights import LoadReport, check_layer_count, check_weights, load_weights
+from mrv2.loader.weights import LoadReport, bind_weight_map, check_layer_count, check_weights, load_weights
 from mrv2.loading import describe, raised_at, source_of, stdout_to_stderr
 
 
@@ -64,6 +64,7 @@ def build_model(
     try:
         with torch.device(device), default_dtype(dtype), stdout_to_stderr():
             model: nn.Module = cls(layers, config.hf_config)
+            bind_weight_map(model, config.hf_config)
     except (Mrv2Error, KeyboardInterrupt):
         raise
     except BaseException as error:  # an adapter's code, with values from a config
@@ -166,7 +167,7 @@ def fill_model(
     Raises:
         WeightsError: the checkpoint doesn't fit; the message says whether anything has been loaded.
     """
-    weight_map: Any = model.weight_map  # a class attribute, part of what a model class must have
+    weight_map: Any = model.weight_map  # part of what a model class must have
     where = _where(source)
     check_weights(model, tensor_infos(source), weight_map, num_layers=num_layers, where=where)
     report = load_weights(model, iter_tensors(source), weight_map, num_layers=num_layers, where=where)

@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,15 @@ from mrv2.layers.base import WeightMap
 from mrv2.loader.slots import ResolvedSlot, collect_slots, name_some
 from mrv2.loader.source import TensorInfo
 
-__all__ = ["LoadReport", "ResolvedSlot", "check_layer_count", "check_weights", "collect_slots", "load_weights"]
+__all__ = [
+    "LoadReport",
+    "ResolvedSlot",
+    "bind_weight_map",
+    "check_layer_count",
+    "check_weights",
+    "collect_slots",
+    "load_weights",
+]
 
 UNTOUCHED = "Nothing has been loaded"
 
@@ -88,6 +97,13 @@ def load_weights(
     return audit.report()
 
 
+def bind_weight_map(model: nn.Module, config: object) -> None:
+    """Give a new model's weight map the config that the model was built from, if its `transform` asks for it."""
+    weight_map = getattr(model, "weight_map", None)
+    if isinstance(weight_map, WeightMap) and (bound := weight_map.for_config(config)) is not weight_map:
+        model.weight_map = bound  # type: ignore[assignment]
+
+
 def check_layer_count(names: Iterable[str], weight_map: WeightMap, num_layers: int | None, *, where: str = "") -> None:
     """Compare the config's layer count with a checkpoint's names before a model of that many layers is built.
 
@@ -155,8 +171,9 @@ def _canonical(
         yield from renamed()
     else:
         # What goes in and what comes out need not correspond, so messages can only give the new names.
+        transform: Any = weight_map.transform  # what takes the config has it: `WeightMap.for_config`
         try:
-            for name, tensor in weight_map.transform((n, t) for _, n, t in renamed()):
+            for name, tensor in transform((n, t) for _, n, t in renamed()):
                 yield name, name, tensor
         except Mrv2Error:
             raise

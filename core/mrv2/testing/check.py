@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mrv2.errors import Mrv2Error
@@ -21,6 +23,7 @@ from mrv2.testing.results import (
     NotRun,
     Outcome,
     Result,
+    label,
     summarize,
 )
 from mrv2.testing.subject import Subject
@@ -48,6 +51,14 @@ class Report:
         """In the order of the suites: the first explains the others."""
         return tuple(r for r in self.results if r.outcome is Outcome.FAILED)
 
+    @property
+    def causes(self) -> tuple[tuple[Result, ...], ...]:
+        """The failures once more, those of the same error at the same place together, in the order of their first."""
+        found: dict[str, list[Result]] = {}
+        for failure in self.failures:
+            found.setdefault(failure.cause or failure.label, []).append(failure)
+        return tuple(tuple(same) for same in found.values())
+
     def passes(self, levels: Collection[Level]) -> bool:
         """Nothing failed, and each of `levels` ran and passed in full."""
         return not self.failures and all(s.passed for s in self.levels if s.level in levels)
@@ -60,6 +71,11 @@ class Job:
     check: Check
     level: Level
     config: str  # empty: the whole adapter
+
+    @property
+    def label(self) -> str:
+        """Check, config and level, as those of its result."""
+        return label(self.check.id, self.config, self.level)
 
     def missing(self) -> str:
         """Why it can't run here; empty: it can."""
@@ -100,7 +116,7 @@ def jobs(
 def run_job(subject: Subject, job: Job) -> Result:
     """Run one check and say what came of it; nothing that an adapter raises gets out but Ctrl-C."""
     start = time.perf_counter()
-    outcome, message, details = _outcome(subject, job)
+    outcome, found = _outcome(subject, job)
     return Result(
         check=job.check.id,
         suite=job.check.suite,
@@ -108,9 +124,10 @@ def run_job(subject: Subject, job: Job) -> Result:
         level=job.level,
         config=job.config,
         outcome=outcome,
-        message=message,
+        message=found.message,
+        cause=found.cause,
         seconds=time.perf_counter() - start,
-        details=details,
+        details=found.details,
     )
 
 
@@ -119,6 +136,7 @@ def call(subject: Subject, job: Job) -> Any:
 
     Raises:
         NotRun, NotApplicable, ConformanceFailure, Mrv2Error: see `check`.
+        Exception: of the adapter's code.
     """
     if reason := job.missing():
         raise NotRun(reason)
@@ -127,7 +145,10 @@ def call(subject: Subject, job: Job) -> Any:
             return job.check.function(subject)
         if not job.config:
             raise NotRun(NO_TARGET)
-        return job.check.function(subject.case(job.config, job.level))
+        case = subject.case(job.config, job.level)
+        if job.check.runs:
+            case.require_running(job.check.id)
+        return job.check.function(case)
 
 
 @contextlib.contextmanager
@@ -152,21 +173,52 @@ def _one_thread(subject: Subject) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _outcome(subject: Subject, job: Job) -> tuple[Outcome, str, Any]:
+def _outcome(subject: Subject, job: Job) -> tuple[Outcome, Finding]:
     try:
-        return Outcome.PASSED, "", call(subject, job) or {}
+        return Outcome.PASSED, Finding("", details=call(subject, job) or {})
     except NotRun as reason:
-        return Outcome.NOT_RUN, str(reason), {}
+        return Outcome.NOT_RUN, Finding(str(reason))
     except NotApplicable as reason:
-        return Outcome.NOT_APPLICABLE, str(reason), {}
-    except ConformanceFailure as failure:
-        return Outcome.FAILED, f"{failure}\n{job.check.advice}".strip(), failure.details
-    except Mrv2Error as error:
-        return Outcome.FAILED, str(error), {}
+        return Outcome.NOT_APPLICABLE, Finding(str(reason))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # of the adapter's code
-        return Outcome.FAILED, f"{describe(error)}, raised at {raised_at(error.__traceback__)}", {}
+    except BaseException as error:
+        return Outcome.FAILED, finding(subject, job, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is said of a check.
+
+    Args:
+        message: for a reader.
+        cause: of a failure, equal for the same error at the same place; empty: there is no other like it.
+        details: figures for the report.
+    """
+
+    message: str
+    cause: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def finding(subject: Subject, job: Job, error: BaseException) -> Finding:
+    """What an exception that a check raised says."""
+    if isinstance(error, ConformanceFailure):
+        return Finding(f"{error}\n{job.check.advice}".strip(), error.cause, error.details)
+    if isinstance(error, Mrv2Error):
+        return Finding(str(error), str(error))
+    text = f"{describe(error)}, {_raised_at(subject, error)}"  # of the adapter's code, or of what it calls
+    return Finding(text, text)
+
+
+def _raised_at(subject: Subject, error: BaseException) -> str:
+    """The adapter's own line, which is to be looked at first, and where it led."""
+    at = raised_at(error.__traceback__)
+    path = Path(subject.entry.manifest_path or subject.entry.source)
+    root = path if path.suffix == ".py" else path.parent
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
+    mine = f"{own[-1].filename}:{own[-1].lineno}" if own else at
+    return f"raised at {mine}" + (f", within {at}" if mine != at else "")
 
 
 def run_checks(

@@ -25,8 +25,8 @@ from typing import Any, ClassVar, TypeVar
 
 from mrv2.errors import OverrideError, TargetError
 from mrv2.local import is_path
-from mrv2.testing.check import Job, call
-from mrv2.testing.results import Check, ConformanceFailure, Level
+from mrv2.testing.check import Job, call, finding
+from mrv2.testing.results import Check, ConformanceFailure, Level, NotApplicable, NotRun
 from mrv2.testing.subject import Subject
 from mrv2.testing.suites import all_checks
 from mrv2.testing.target import Target, Tolerances
@@ -145,10 +145,19 @@ def _test_of(one: Check) -> Callable[..., None]:
 
         __tracebackhide__ = True
         config, level = mrv2_job
+        subject, job = self.mrv2_subject(), Job(check=one, level=level, config=config)
         try:
-            call(self.mrv2_subject(), Job(check=one, level=level, config=config))
-        except ConformanceFailure as failure:
-            pytest.fail(f"{one.title}\n{failure}\n{one.advice}", pytrace=False)
+            call(subject, job)
+        except (NotRun, NotApplicable):
+            raise
+        except Exception as error:
+            found = finding(subject, job, error)
+            first = subject.met_in.setdefault(found.cause, job.label) if found.cause else job.label
+            if first != job.label:
+                pytest.fail(f"{one.title}\nthe failure of test_{first}, met again: {found.message}", pytrace=False)
+            if isinstance(error, ConformanceFailure):
+                pytest.fail(f"{one.title}\n{found.message}", pytrace=False)
+            raise
 
     test.__name__ = f"test_{one.id}"
     test.__qualname__ = f"AdapterConformance.{test.__name__}"

@@ -23,7 +23,8 @@ _GROUPS = {
 
 _HEAD = """# Errors
 
-Every error a user can meet has a code that never changes its meaning. `mrv2 explain CODE` prints the same text.
+Every error a user can meet has a code that never changes its meaning. `mrv2 explain CODE` prints the same text,
+and that of codes which adapters bring themselves ([rule O3](adapter-contract.md)): those don't begin with `MRV2-`.
 Exit codes: 1, the thing checked is wrong; 2, wrong use or input.
 
 <!-- Made by `python -m mrv2.testing.errors_page docs/errors.md`; a test holds the two equal. -->

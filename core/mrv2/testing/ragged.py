@@ -35,7 +35,7 @@ def build_native(
     model: nn.Module = model_class(layers, config)
     check_names(model, layers)
     check_recurrent(model, layers)
-    load_weights(model, tensors, model_class.weight_map)
+    load_weights(model, tensors, model_class.weight_map.for_config(config))
     layers.finalize(model)
     return model, layers
 

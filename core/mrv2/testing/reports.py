@@ -17,6 +17,7 @@ from mrv2.version import __version__
 
 def to_dict(report: Report) -> dict[str, Any]:
     """For `--json`."""
+    same_as = {r.label: same[0].label for same in report.causes for r in same[1:]}
     return {
         "adapter": report.adapter,
         "version": report.version,
@@ -39,6 +40,7 @@ def to_dict(report: Report) -> dict[str, Any]:
                 "config": r.config or None,
                 "outcome": r.outcome.value,
                 "message": r.message,
+                "same_as": same_as.get(r.label),
                 "seconds": round(r.seconds, 3),
                 "details": dict(r.details),
             }

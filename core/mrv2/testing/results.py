@@ -55,12 +55,19 @@ class ConformanceFailure(AssertionError):
         first: the first difference, by request, position, layer and tensor, as far as known.
         causes: likely ones, likeliest first.
         details: figures for the report (`layers` and `errors` are drawn).
+        cause: what went wrong, in words that are the same wherever it is met; empty: this finding is like no other.
     """
 
     def __init__(
-        self, compared: str, first: str, causes: Sequence[str] = (), details: Mapping[str, Any] | None = None
+        self,
+        compared: str,
+        first: str,
+        causes: Sequence[str] = (),
+        details: Mapping[str, Any] | None = None,
+        *,
+        cause: str = "",
     ) -> None:
-        self.compared, self.first, self.causes = compared, first, tuple(causes)
+        self.compared, self.first, self.causes, self.cause = compared, first, tuple(causes), cause
         self.details = dict(details or {})
         super().__init__(compared)
 
@@ -78,9 +85,10 @@ class CheckInfo:
 
     levels: tuple[Level, ...]
     whole: bool
+    runs: bool
 
 
-def check(*levels: Level, whole: bool = False) -> Callable[[F], F]:
+def check(*levels: Level, whole: bool = False, runs: bool = False) -> Callable[[F], F]:
     """Mark a function of a suite as a check: it gets a `Case`, returns figures for the report or None, and raises
     `ConformanceFailure`, an `Mrv2Error`, `NotRun` or `NotApplicable`. Its docstring says what is checked (first line)
     and what to do when it fails (the rest).
@@ -88,10 +96,11 @@ def check(*levels: Level, whole: bool = False) -> Callable[[F], F]:
     Args:
         levels: at each of them it runs once per config.
         whole: it concerns the adapter and not a config: it gets the `Subject` and runs once.
+        runs: it feeds the model, so of one that doesn't run at all it has nothing to say.
     """
 
     def mark(function: F) -> F:
-        function.__mrv2_check__ = CheckInfo(levels, whole)  # type: ignore[attr-defined]
+        function.__mrv2_check__ = CheckInfo(levels, whole, runs)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -105,6 +114,7 @@ class Check:
     name: str
     levels: tuple[Level, ...]
     whole: bool
+    runs: bool = False
     function: Callable[[Any], Mapping[str, Any] | None]
 
     @property
@@ -135,13 +145,19 @@ class Result:
     config: str  # its name; empty: of the whole adapter
     outcome: Outcome
     message: str = ""  # of a failure, or the reason
+    cause: str = ""  # of a failure: the same text for what is shown once
     seconds: float = 0.0
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """Check, config and level."""
-        return f"{self.check}[{self.config}-{self.level}]" if self.config else f"{self.check}[{self.level}]"
+        return label(self.check, self.config, self.level)
+
+
+def label(check: str, config: str, level: Level) -> str:
+    """What one run of a check is called."""
+    return f"{check}[{config}-{level}]" if config else f"{check}[{level}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

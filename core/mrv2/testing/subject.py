@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -18,15 +17,16 @@ from mrv2.adapter import LoadedAdapter
 from mrv2.config import ModelConfig, load_model_config
 from mrv2.context import AdapterContext
 from mrv2.entry import AdapterEntry
-from mrv2.errors import LocalAdapterError, Mrv2Error, TargetError
+from mrv2.errors import Mrv2Error, TargetError
 from mrv2.frontend.build import EngineConfig, LoadedModel, load
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import open_source
 from mrv2.loader.source import WeightSource
-from mrv2.local import is_path
 from mrv2.manifest import Capability
 from mrv2.registry import Registry
 from mrv2.testing.checkpoints import make_checkpoint, write_random
+from mrv2.testing.first_run import FirstRun, first_run
+from mrv2.testing.project import adapter_argument
 from mrv2.testing.references import Answer, answer_of
 from mrv2.testing.results import Level, NotApplicable, NotRun
 from mrv2.testing.target import MIN_CONTEXT, Target, Tolerances
@@ -34,8 +34,7 @@ from mrv2.testing.torch_settings import Settings, torch_settings
 
 
 def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
-    """The adapter that a name, a package folder, a project folder or a file means; of a word without a slash an
-    installed adapter, if there is one of that name, else a folder here.
+    """The adapter that a name, a package folder, a project folder or a file means; see `adapter_argument`.
 
     Returns:
         A registry that knows it, its entry, and what to give as `adapters=` to load models with it.
@@ -43,38 +42,9 @@ def find_adapter(argument: str) -> tuple[Registry, AdapterEntry, str]:
     Raises:
         Mrv2Error: it is no adapter.
     """
-    if not argument.strip():
-        raise LocalAdapterError("its name is empty", where="NAME|PATH|FILE", fix="give a name, a folder or a file")
-    installed = not is_path(argument) and any(e.is_called(argument) for e in Registry.discover().entries)
-    if not installed and (is_path(argument) or Path(argument).is_dir()):
-        argument = str(_package_in(Path(argument).resolve()))
+    argument = adapter_argument(argument)
     registry = Registry.discover(adapters=[argument])
     return registry, registry.chosen[0] if registry.chosen else registry.get(argument), argument
-
-
-def _package_in(path: Path) -> Path:
-    """The folder with the adapter's package; `path` itself unless it is a project."""
-    project = path / "pyproject.toml"
-    if (path / "__init__.py").exists() or not project.is_file():
-        return path
-    try:
-        found: Any = tomllib.loads(project.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LocalAdapterError(
-            f"pyproject.toml can't be read: {error}", where=str(project), fix="correct it, or give the package's folder"
-        ) from error
-    for key in ("project", "entry-points", "mrv2.adapters"):
-        found = found.get(key) if isinstance(found, dict) else None
-    points = found.values() if isinstance(found, dict) else ()
-    modules = [str(point).partition(":")[0].replace(".", "/") for point in points]
-    for folder in (path / root / module for module in modules for root in ("src", ".")):
-        if (folder / "__init__.py").exists():
-            return folder.resolve()
-    raise LocalAdapterError(
-        f"{path} is a project, and declares no adapter whose package lies in it",
-        where=str(project),
-        fix='add [project.entry-points."mrv2.adapters"], or give the package\'s folder',
-    )
 
 
 class Subject:
@@ -91,6 +61,7 @@ class Subject:
         self._folder = tempfile.TemporaryDirectory(prefix="mrv2-conformance-")
         self._cases: dict[tuple[str, Level], Case] = {}
         self._before = torch_settings()
+        self.met_in: dict[str, str] = {}  # cause of a failure to the first test that met it
 
     @cached_property
     def _found(self) -> tuple[Registry, AdapterEntry, str]:
@@ -182,6 +153,7 @@ class Case:
 
     def __init__(self, subject: Subject, name: str, device: str) -> None:
         self.subject, self.name, self.device = subject, name, device
+        self._told = ""  # the check that has said why the model doesn't run
 
     # -- checkpoint and config -----------------------------------------------------------------------------
 
@@ -269,6 +241,32 @@ class Case:
     def load_error(self) -> Exception | None:
         """Why the model can't be loaded."""
         return self._loaded if isinstance(self._loaded, Exception) else None
+
+    @cached_property
+    def first_run(self) -> FirstRun:
+        """The model, run once.
+
+        Raises:
+            NotRun: it can't be loaded.
+        """
+        return first_run(self)
+
+    def require_running(self, asking: str) -> None:
+        """Whether the model runs at all. If not, the first check that asks has failed, whichever were chosen.
+
+        Args:
+            asking: the check's id.
+
+        Raises:
+            NotRun: it can't be loaded, or doesn't run, which another check has said.
+            Exception: why it doesn't run.
+        """
+        error = self.first_run.error
+        if error is not None:
+            self._told = self._told or asking
+            if self._told != asking:
+                raise NotRun(f"the model doesn't run: {self._told} failed")
+            raise error
 
     @cached_property
     def plain(self) -> LoadedModel:

@@ -24,18 +24,18 @@ def torch_settings() -> Settings:
     }
 
 
-def require_unchanged(before: Settings, *, by: str) -> None:
-    """Refuse a change since `before`.
+def require_unchanged(before: Settings, after: Settings, *, by: str) -> None:
+    """Refuse a change.
 
     Args:
-        before: what `torch_settings` gave; with the key `seed`, the generator's seed is compared too.
+        before: what is compared.
+        after: the same, and perhaps more.
         by: what ran meanwhile.
 
     Raises:
         ConformanceFailure: naming the setting, and both values.
     """
-    now = {**torch_settings(), "seed": torch.initial_seed()}
-    changed = [f"{key}: {value}, and then {now[key]}" for key, value in before.items() if now[key] != value]
+    changed = [f"{key}: {value}, and then {after[key]}" for key, value in before.items() if after[key] != value]
     if changed:
         raise ConformanceFailure(
             f"torch's settings before and after {by}",

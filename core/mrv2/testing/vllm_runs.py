@@ -149,10 +149,12 @@ def run_in_child(
         if code is None:
             raise NotRun(f"vLLM gave no answer within {TIMEOUT_S:g} s")
         if not out.exists():
+            said = f"it ended with exit code {code}: {_cause(log.read_text(errors='replace'))}"
             raise ConformanceFailure(
                 f"a run inside vLLM with settings {dict(run.settings)}",
-                f"it ended with exit code {code}: {_cause(log.read_text(errors='replace'))}",
+                said,
                 ["see the message; `mrv2 doctor NAME --vllm` looks at the adapter alone"],
+                cause=f"inside vLLM {said}",
             )
         return json.loads(out.read_text())
 

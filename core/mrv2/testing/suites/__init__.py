@@ -33,5 +33,10 @@ def _checks_of(suite: str) -> Iterator[Check]:
         info = getattr(function, "__mrv2_check__", None)
         if isinstance(info, CheckInfo):
             yield Check(
-                suite=suite.replace("_", "-"), name=name, levels=info.levels, whole=info.whole, function=function
+                suite=suite.replace("_", "-"),
+                name=name,
+                levels=info.levels,
+                whole=info.whole,
+                runs=info.runs,
+                function=function,
             )

@@ -43,7 +43,7 @@ def _check_window(case: Case) -> None:
         )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def answer(case: Case) -> dict[str, Any] | None:
     """Prompts of all lengths, up to the whole context, are computed as the reference computes them.
 
@@ -75,7 +75,7 @@ def answer(case: Case) -> dict[str, Any] | None:
     return {"largest difference": worst}
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def layers(case: Case) -> dict[str, Any]:
     """The stream after each layer is the reference's; without one, that of the prompt computed token by token.
 
@@ -142,7 +142,7 @@ def _watched(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             handle.remove()
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def batches(case: Case) -> None:
     """Prompts computed together, in chunks or token by token, with padding, equal each prompt whole and alone.
 
@@ -185,7 +185,7 @@ def _compare(case: Case, requests: Sequence[Fed], got: Sequence[Tensor], how: st
     )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def cache_accesses(case: Case) -> None:
     """Kernels write their own entries only, and read what has been written.
 
@@ -202,7 +202,7 @@ def cache_accesses(case: Case) -> None:
         ) from error
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def padding_is_written(case: Case) -> None:
     """What a kernel leaves of its output for padding is finite (C4).
 

@@ -101,7 +101,7 @@ def _must_fail(case: Case, capability: Capability, run: Callable[[], None]) -> N
     )
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def chunks_that_pass_are_declared(case: Case) -> None:
     """`chunked_prefill` is declared if prompts may be cut, or stated as `no`."""
     _undeclared(case, Capability.CHUNKED_PREFILL)
@@ -118,14 +118,14 @@ def chunks_that_pass_are_declared(case: Case) -> None:
     _must_fail(case, Capability.CHUNKED_PREFILL, run)
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def prefixes_that_pass_are_declared(case: Case) -> None:
     """`prefix_caching` is declared if cached prefixes are right, or stated as `no`."""
     _undeclared(case, Capability.PREFIX_CACHING)
     _must_fail(case, Capability.PREFIX_CACHING, lambda: cached(case, case.plain))
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def graphs_that_pass_are_declared(case: Case) -> None:
     """`cuda_graphs` is declared if steps may be replayed, or stated as `no`."""
     _undeclared(case, Capability.CUDA_GRAPHS)

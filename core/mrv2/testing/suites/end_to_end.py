@@ -43,7 +43,7 @@ def _require_right(case: Case) -> None:
         raise NotRun("whole prompts alone aren't right either: see the suite attention")
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def answer(case: Case) -> dict[str, Any] | None:
     """Generated tokens and their log-probabilities are the reference's, at every position."""
     if case.answer is None:
@@ -61,7 +61,7 @@ def answer(case: Case) -> dict[str, Any] | None:
     return {"largest difference": worst}
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def schedules(case: Case) -> None:
     """Steps in flight, small budgets, and the plain runner change nothing.
 
@@ -83,7 +83,7 @@ def schedules(case: Case) -> None:
         )  # fmt: skip
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def preempted_requests_come_back(case: Case) -> None:
     """Requests that are preempted, at any step, and resumed go on as if nothing had been (R4).
 
@@ -103,7 +103,7 @@ def preempted_requests_come_back(case: Case) -> None:
         )  # fmt: skip
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def cached_prefixes(case: Case) -> None:
     """A prompt whose beginning is cached, at any block edge, goes on as if it had been computed.
 
@@ -144,7 +144,7 @@ def cached(case: Case, loaded: Any) -> None:
         )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def a_small_cache(case: Case) -> None:
     """Requests that the cache can't hold at once take turns, and lose nothing."""
     groups = engine(case.loaded, case).engine.scheduler.kv.groups
@@ -160,7 +160,7 @@ def a_small_cache(case: Case) -> None:
     )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def bfloat16(case: Case) -> dict[str, Any]:
     """In bfloat16 the model says nearly the same: bounds on log-probabilities, and mostly the same likeliest token.
 
@@ -192,7 +192,7 @@ def bfloat16(case: Case) -> dict[str, Any]:
     return figures
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def the_front_door(case: Case) -> None:
     """`mrv2.LLM` loads the checkpoint by its architecture and generates the same tokens."""
     prompts = case.prompts((5, 17, 2), seed=29)

@@ -29,7 +29,7 @@ def refuses_graphs(loaded: LoadedModel, device: str) -> str:
     return next((f"the kernel of {m.name} has capturable=False" for m in kernels if not m.capturable), "")
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def replayed_steps(case: Case) -> None:
     """Steps captured once and replayed equal steps built anew, while rows, lengths and order change (P2).
 

@@ -63,7 +63,7 @@ class StageContext(NativeContext):
         return super().finish(norm, h, then) if self.is_last else _Carried(h)
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def stages(case: Case) -> None:
     """Cut into two pipeline stages, the model computes the same.
 

@@ -111,7 +111,7 @@ def padding_is_neutral(case: Case) -> None:
             )
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def every_input_matters(case: Case) -> None:
     """Every input reaches `forward`, and changes what comes out (M3).
 
@@ -149,7 +149,7 @@ def _one_view(case: Case) -> tuple[Bench, StepView]:
     return bench, bench.view([(requests[0], 3)])
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def chunks_dont_matter(case: Case) -> None:
     """A token's inputs are the same, whether its prompt is computed whole or in pieces.
 
@@ -219,7 +219,7 @@ def options_are_checked(case: Case) -> None:
         )  # fmt: skip
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def answer(case: Case) -> None:
     """Requests with options are computed as the reference computes them.
 

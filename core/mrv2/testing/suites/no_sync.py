@@ -32,7 +32,7 @@ def _steps(bench: Bench, case: Case) -> Iterator[list[tuple[Fed, int]]]:
     yield [(first, 1), (second, 1)]
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def the_device_side_reads_nothing(case: Case) -> None:
     """Inputs, metadata and forward of a step read no tensor's value on the host (P2, P3).
 
@@ -55,7 +55,7 @@ def _device_side(bench: Bench, view: StepView) -> Tensor:
     return bench.forward.logits(bench.forward.hidden(view), view)
 
 
-@check(Level.GPU)
+@check(Level.GPU, runs=True)
 def the_step_never_waits(case: Case) -> None:
     """A whole step, staging included, runs with CUDA's synchronisation made an error (P3).
 

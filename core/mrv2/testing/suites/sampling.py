@@ -20,7 +20,7 @@ DRAWN = (
 )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def logits(case: Case) -> None:
     """Logits have one entry per token of the vocabulary, and all of them are finite."""
     bench, requests = Bench(case.loaded, device=case.device), [Fed(p) for p in case.prompts((4, 9), seed=22)]
@@ -39,7 +39,7 @@ def logits(case: Case) -> None:
         )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def neighbours_dont_matter(case: Case) -> None:
     """A seeded request draws the same tokens alone, beside others, on another row, and after a preemption.
 

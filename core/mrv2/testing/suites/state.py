@@ -97,7 +97,7 @@ def adding_only_stages(case: Case) -> None:
         bench.state.remove_request(5, "a request that never was")  # legal (R3)
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def rows_are_not_batch_positions(case: Case) -> None:
     """Requests on any rows, in any order of the batch, are computed as each of them alone (R1).
 
@@ -150,7 +150,7 @@ def _require_states(case: Case) -> None:
         raise NotApplicable("no layer keeps a state per request")
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def states_start_anew(case: Case) -> None:
     """A new request starts from nothing, whatever its slot holds: NaN here (B5, C2).
 
@@ -168,7 +168,7 @@ def states_start_anew(case: Case) -> None:
             )
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def states_go_on(case: Case) -> None:
     """A state taken up in the next chunk or token is the one that was left (C2).
 

@@ -17,7 +17,7 @@ from mrv2.loading import describe, raised_at
 from mrv2.manifest import Capability, Support
 from mrv2.testing.results import ConformanceFailure, Level, check
 from mrv2.testing.subject import Case, Subject
-from mrv2.testing.torch_settings import require_unchanged
+from mrv2.testing.torch_settings import require_unchanged, torch_settings
 
 PUBLIC = re.compile(r"mrv2(\.(layers|kernels|testing)(\..*)?)?")
 """All of this package that an adapter may import."""
@@ -92,7 +92,8 @@ def settings_of_torch(subject: Subject) -> None:
 
     They are the process's: its other models would compute otherwise, and so would the suites.
     """
-    require_unchanged(subject.settings_before, by="the adapter was imported and asked for its target")
+    before = subject.settings_before
+    require_unchanged(before, torch_settings(), by="the adapter was imported and asked for its target")
 
 
 @check(Level.STATIC)

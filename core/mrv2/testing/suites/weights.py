@@ -20,7 +20,7 @@ from mrv2.testing.bench import Bench, Fed, run_alone
 from mrv2.testing.compare import Pair, require_close
 from mrv2.testing.results import NO_REFERENCE, ConformanceFailure, Level, NotApplicable, NotRun, check
 from mrv2.testing.subject import Case
-from mrv2.testing.torch_settings import require_unchanged, torch_settings
+from mrv2.testing.torch_settings import require_unchanged
 
 STATIC = (LayerNameError, ModelBuildError, RecurrentFlagError, UnsupportedError)
 """What keeps a model from being loaded and isn't about weights."""
@@ -42,42 +42,13 @@ def loads(case: Case) -> None:
         raise error
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def runs(case: Case) -> None:
     """The filled model runs: a row of hidden states per token, of its width and dtype, and numbers all of them.
 
-    `forward` returns what `ctx.finish` gave it. What is no number here is none later, whatever those checks say.
+    `forward` returns what `ctx.finish` gave it. Until it runs, checks that feed it aren't run.
     """
-    bench, (ids,) = Bench(case.loaded, device=case.device, poison=False), case.prompts((23,), seed=4)
-    request = Fed(ids, case.options[-1])
-    bench.add(request, 0)
-    view = bench.view([(request, len(ids))])
-    before = {**torch_settings(), "seed": torch.initial_seed()}
-    with torch.inference_mode():
-        hidden: Any = bench.forward.hidden(view)
-        require_unchanged({**before, "gradients": torch.is_grad_enabled()}, by="one call of forward")
-    weight: Tensor = case.loaded.module.lm_head.full_weight()  # type: ignore[operator, union-attr]
-    want = f"a tensor {[view.num_tokens, weight.shape[-1]]} of {weight.dtype}"
-    got = (
-        f"a tensor {list(hidden.shape)} of {hidden.dtype}"
-        if isinstance(hidden, Tensor)
-        else f"a {type(hidden).__name__}"
-    )
-    compared = f"what forward returns for {len(ids)} tokens with hidden states"
-    if got != want:
-        causes = ["forward returns something else than ctx.finish gave it", "a tensor of another dtype was mixed in"]
-        if isinstance(hidden, Tensor) and list(hidden.shape) == [view.num_tokens, weight.shape[-1]]:
-            causes.reverse()
-        raise ConformanceFailure(compared, f"{got}, expected {want}", causes)
-    odd = (~hidden[: len(ids)].isfinite()).any(1).nonzero()
-    if len(odd):
-        raise ConformanceFailure(
-            compared,
-            f"position {int(odd[0, 0])}: not a number, or infinite; so are {len(odd)} of {len(ids)} positions",
-            ["a division by zero, or the root or logarithm of a negative number",
-             "a buffer that nothing was written to",
-             "a weight of the checkpoint that is none: see write_checkpoint"],
-        )  # fmt: skip
+    require_unchanged(case.first_run.before, case.first_run.after, by="one call of forward")
 
 
 class Scratch:
@@ -157,7 +128,7 @@ def _refused(scratch: Scratch, tensors: Mapping[str, Tensor]) -> bool:
     return False
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def every_tensor_matters(case: Case) -> None:
     """A change of any tensor changes what the model says.
 
@@ -196,7 +167,7 @@ def _logprobs(loaded: LoadedModel, prompts: list[list[int]], option: Mapping[str
     return torch.cat(bench.run(requests))
 
 
-@check(Level.CPU, Level.GPU)
+@check(Level.CPU, Level.GPU, runs=True)
 def loading_again(case: Case) -> None:
     """Other weights loaded in place leave addresses as they were, and nothing of the old ones (W3).
 
@@ -234,7 +205,7 @@ def loading_again(case: Case) -> None:
     )
 
 
-@check(Level.CPU)
+@check(Level.CPU, runs=True)
 def one_token(case: Case) -> dict[str, Any] | None:
     """After a single token the model says what the reference says.
 
