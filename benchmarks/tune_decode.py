@@ -11,7 +11,8 @@ What to change for which outcome:
 - products: `choose_token_tile` in core/mrv2/kernels/token_tile.py and `choose_vector_tile` in vector_tile.py; where the
   sum over a layer (`layers`) is below cuBLAS's: `FROM_TOKENS`, and in core/mrv2/layers/fused.py the bounds on tokens.
 - attention: `choose_tile` and `choose_splits` in core/mrv2/kernels/decode_splits.py.
-- step: `DEPENDENT_TOKENS` in core/mrv2/kernels/dependent.py, where `dependent` is quicker, `same_tokens` true.
+- step: `DEPENDENT_TOKENS` and `EARLY_TOKENS` in core/mrv2/kernels/dependent.py, where `dependent` is quicker and
+  `same_tokens` true.
 """
 
 from __future__ import annotations

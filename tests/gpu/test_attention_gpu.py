@@ -124,7 +124,9 @@ def test_batch_sizes_and_lengths_share_one_compilation() -> None:
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 48}
     with compilations() as names:
         run(bf16_batch([(20, 1), (3, 4)], **shape), backend)
-    assert len(names) == 3, names
+        run(bf16_batch([(20, 1), (90, 40)], **shape), backend)
+    # Writing, decodes, prompts; and decodes once more, since in a small step they are launched dependently.
+    assert len(names) == 4, names
     with compilations() as names:
         for decodes in (1, 2, 3, 16, 17, 64):
             batch = bf16_batch([(decodes * 16, 1)] * decodes + [(decodes, 1 + decodes)] * (decodes % 3 + 1), **shape)

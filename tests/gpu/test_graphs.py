@@ -345,7 +345,7 @@ print("eager")
         check=False,
         env=os.environ,
     )
-    assert "refused: a step of 4 decodes can't be captured" in done.stdout, done.stderr[-3000:]
+    assert "refused: a step of 64 tokens of prompts can't be captured" in done.stdout, done.stderr[-3000:]
     assert "eager" in done.stdout, done.stderr[-3000:]
 
 

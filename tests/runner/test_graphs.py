@@ -80,13 +80,17 @@ def test_requests_that_come_and_go(any_tiny, depth):
     prompts = ragged_prompts()
     want = [any_tiny.oracle(p, 20) for p in prompts]
     assert run(parts, prompts) == want
+    while parts.engine.use_idle_time():
+        pass
     assert run(parts, prompts[:5], prefix="more", at_once=1) == want[:5]
+    others = ragged_prompts(seed=1)
+    assert run(parts, others, prefix="other") == [any_tiny.oracle(p, 20) for p in others]
     stats = graphs_of(parts).stats
     assert stats.replays > 40
     assert stats.eager == {}
     # A kernel of the model's own may go as far as the longest query, which in a graph would be all tokens.
     own_kernels = any(isinstance(m, CacheHandle) for m in parts.engine._runner._forward.model.modules())
-    assert (stats.prompts == 0) if own_kernels else (stats.prompts > stats.prompts_eager > 0)
+    assert (stats.prompts == 0) if own_kernels else (min(stats.prompts, stats.prompts_eager) > 3)
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 3, 8])
@@ -330,13 +334,15 @@ def test_common_sizes_are_captured_at_the_start_from_the_largest_on(tiny):
     assert graphs_of(parts).stats.captures == 2 + len(keys)
 
 
-def test_prompts_are_captured_when_their_size_comes_again(tiny):
+def test_prompts_are_captured_when_idle_after_their_size_has_come(tiny):
     model = tiny("llama")
     parts = graphed(model, depth=2, prefix_caching=False)
     short = SamplingParams(temperature=0, max_tokens=3)
     for number, lengths in enumerate(((9, 7), (3, 2), (16,), (4, 12), (5,))):
         batch = [[(7 * i + n) % 61 for i in range(n)] for n in lengths]
         assert run(parts, batch, short, f"{number}-") == [model.oracle(p, 3) for p in batch]
+        while parts.engine.use_idle_time():
+            pass
     stats = graphs_of(parts).stats
     assert {key for key in graphs_of(parts)._replays if key.num_tokens} == {
         GraphKey(8, 128, GREEDY, 16),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrv2.kernels.attention_tile import attend_tile, score_factors
 from mrv2.kernels.decode_splits import DecodeWorkspace, choose_splits, choose_tile
-from mrv2.kernels.dependent import await_previous, dependent_options, depends
+from mrv2.kernels.dependent import await_previous, dependent_options
 from mrv2.kernels.paged_attention_ref import attend_paged_ref
 from mrv2.kernels.ready_heads import ready_heads
 from mrv2.kernels.registry import jit, kernel, tl, triton
@@ -186,7 +186,7 @@ def launch_decode(
         COMBINE=32 if head_dim <= 128 else 16,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **dependent_options(depends(q)),
+        **dependent_options(q),
     )
 
 

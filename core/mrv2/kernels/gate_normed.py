@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import add_rms_norm_ref
-from mrv2.kernels.dependent import dependent_options, depends
+from mrv2.kernels.dependent import dependent_options
 from mrv2.kernels.gated_act import FORMULAS, activate, gated_act_ref
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.token_tile import FROM_TOKENS, TokenTile, choose_token_tile, multiply, takes_tokens, token_block
@@ -109,7 +109,7 @@ def gate_normed(
             HAS_BIAS=bias is not None,
             FORMULA=FORMULAS[act],
             num_warps=tile.num_warps,
-            **dependent_options(depends(x)),
+            **dependent_options(x),
         )
         return
     assert takes_vectors(x, size)
@@ -132,7 +132,7 @@ def gate_normed(
         HAS_BIAS=bias is not None,
         FORMULA=FORMULAS[act],
         num_warps=tile.num_warps,
-        **dependent_options(depends(x)),
+        **dependent_options(x),
     )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import add_rms_norm_ref
-from mrv2.kernels.dependent import dependent_options, depends
+from mrv2.kernels.dependent import dependent_options
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.token_tile import FROM_TOKENS, TokenTile, choose_token_tile, multiply, takes_tokens, token_block
 from mrv2.kernels.vector_tile import (
@@ -102,7 +102,7 @@ def project_normed(
             HAS_RESIDUAL=residual is not None,
             HAS_BIAS=bias is not None,
             num_warps=tile.num_warps,
-            **dependent_options(depends(x)),
+            **dependent_options(x),
         )
         return
     assert takes_vectors(x, size)
@@ -124,7 +124,7 @@ def project_normed(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
-        **dependent_options(depends(x)),
+        **dependent_options(x),
     )
 
 

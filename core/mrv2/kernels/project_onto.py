@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrv2.kernels.dependent import dependent_options, depends
+from mrv2.kernels.dependent import dependent_options
 from mrv2.kernels.registry import jit, kernel, tl, triton
 from mrv2.kernels.token_tile import (
     ARRIVALS,
@@ -98,7 +98,7 @@ def project_onto(
         ROWS=tile.rows,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
-        **dependent_options(depends(x)),
+        **dependent_options(x),
     )
 
 
@@ -165,7 +165,7 @@ def _launch_tokens(
         STAGES=tile.stages,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
-        **dependent_options(depends(x)),
+        **dependent_options(x),
     )
 
 

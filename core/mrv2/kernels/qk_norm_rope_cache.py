@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrv2.kernels.add_rms_norm import rms_norm_ref
-from mrv2.kernels.dependent import await_previous, dependent_options, depends
+from mrv2.kernels.dependent import await_previous, dependent_options
 from mrv2.kernels.registry import jit, kernel, tl, triton
 
 _ELEMENTS = 1024
@@ -120,7 +120,7 @@ def qk_norm_rope_cache(
         K_NORM=k_weight is not None,
         HEADS=heads,
         BLOCK_DIM=block_dim,
-        **dependent_options(depends(qkv)),
+        **dependent_options(qkv),
     )
 
 

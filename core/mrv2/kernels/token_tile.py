@@ -6,8 +6,8 @@ The RMS norm is spread over the product: elements are multiplied with the norm's
 squares are summed beside it, and the result is divided. Its one rounding is that of the elements, where the norm by
 itself rounds twice.
 
-A loop keeps some tiles on their way. Launched dependently, a program asks for its weights before it waits for what the
-kernel before computes: into the L2 cache, since that takes neither registers nor shared memory.
+A loop keeps some tiles on their way. Launched dependently, a program asks for nothing before it waits: bringing weights
+into the L2 cache ahead took more from what the kernel before still had to read than it gained.
 """
 
 # Triton infers the types of a kernel's arguments.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrv2.kernels.dependent import await_previous
+from mrv2.kernels.dependent import await_previous, release_next
 from mrv2.kernels.registry import jit, tl, triton
 
 FROM_TOKENS, MOST_TOKENS = 5, 128
@@ -122,17 +122,6 @@ def load_tokens(
 
 
 @jit()
-def prefetch_rows(weight, row, begin, SIZE: tl.constexpr, SPAN: tl.constexpr):
-    """Ask for elements begin .. begin + SPAN of rows `row` [N], into the L2 cache."""
-    line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = triton.next_power_of_2(triton.cdiv(SPAN, line))
-    k = tl.minimum(begin + tl.arange(0, lines) * line, SIZE - 1)
-    at = (weight + row.to(tl.int64)[:, None] * SIZE + k[None, :]).to(tl.int64)
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@jit()
 def multiply(
     x,
     residual,
@@ -166,9 +155,7 @@ def multiply(
     dtype: tl.constexpr = weight.dtype.element_ty
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
     squares = tl.zeros([TOKENS, DEPTH], tl.float32)
-    if DEPENDENT:
-        prefetch_rows(weight, row, begin, SIZE, SPAN)
-        await_previous(DEPENDENT)
+    await_previous(DEPENDENT)
     if NORM:
         gains = load_gain(gain, lane, SIZE, False)
     for start in tl.range(0, SPAN, DEPTH, num_stages=STAGES):
@@ -183,4 +170,5 @@ def multiply(
             value = (wide * gains).to(dtype)
             gains = next_gains
         acc = tl.dot(value, tl.trans(rows), acc, input_precision="ieee")
+    release_next(DEPENDENT)
     return acc, tl.sum(squares, 1)

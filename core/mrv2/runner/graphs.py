@@ -189,23 +189,19 @@ class StepGraphs:
     def find_prompts(
         self, num_reqs: int, num_tokens: int, max_seq_len: int, sampler: SamplerNeeds | None
     ) -> Callable[[], Captured | None] | None:
-        """Replays a step of prompts; None: it has to run eagerly. There are many sizes, and some of them come once: so
-        their graphs are captured when they are needed for the second time, or when there is nothing else to do.
-
-        Raises:
-            GraphCaptureError: its graph was not there yet, and can't be had.
+        """Replays a step of prompts; None: it has to run eagerly. There are many sizes, and a capture takes as long as
+        some eager steps: so what was not captured at the start is when there is nothing else to do.
         """
-        key, replay = find_key(self.plan, num_reqs, max_seq_len, sampler, num_tokens=num_tokens), None
-        if isinstance(key, GraphKey) and sampler is not None:  # hidden states of all tokens are too much to keep
-            replay = self._replays.get(key)
-            if replay is None and key in self._met:
-                replay = self._capture(key)
-            elif replay is None:
-                self._met.add(key)
+        key = find_key(self.plan, num_reqs, max_seq_len, sampler, num_tokens=num_tokens)
+        replay = self._replays.get(key) if isinstance(key, GraphKey) else None
+        if replay is None:
+            self.stats.prompts_eager += 1
+            if isinstance(key, GraphKey) and sampler is not None and key not in self._met:
+                self._met.add(key)  # without a tier, hidden states of all tokens would have to be kept
                 self._wanted.append(key)
-        self.stats.replays += replay is not None
-        self.stats.prompts += replay is not None
-        self.stats.prompts_eager += replay is None
+            return None
+        self.stats.replays += 1
+        self.stats.prompts += 1
         return replay
 
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
