@@ -7,6 +7,7 @@ in the mean, while both classes were equal bit by bit without compilation.
 
 import pytest
 from torch import Tensor
+from torch.fx import node as fx
 
 
 @pytest.fixture
@@ -26,15 +27,12 @@ def compiled(monkeypatch):
 
 
 def operations(graph):
-    """Per operation: what it is, the places of those it takes, its numbers with a fraction, and what comes out. A whole
-    number may be given in several ways, a dimension by its size or as -1; names say nothing.
-    """
-    places = {node: i for i, node in enumerate(graph.nodes)}
+    """Per operation: what it is, what it takes, other operations by their places, and what comes out. No names."""
+    places = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return [
         (
             "input" if node.op == "placeholder" else getattr(node.target, "__name__", node.target),
-            [places[taken] for taken in node.all_input_nodes],
-            [number for number in node.args if isinstance(number, float)],
+            None if node.op == "placeholder" else str(fx.map_arg((node.args, node.kwargs), places.__getitem__)),
             shape_of(node.meta.get("example_value")),
         )
         for node in graph.nodes

@@ -40,7 +40,7 @@ class SelfAttention(nn.Module):
         """The stream with this layer's output pending; `positions` [num_tokens]."""
         x, residual = prenorm(self.norm, h)
         qkv, _ = self.qkv_proj(x)
-        q, k, v = qkv.split(self.split, -1)
+        q, k, v = qkv.split(self.split, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _per_head(self.q_norm, q, self.attn.head_size), _per_head(self.k_norm, k, self.attn.head_size)
         q, k = self.rotary_emb(positions, q, k)
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
 
 
 def _per_head(norm: RMSNorm, x: Tensor, head_dim: int) -> Tensor:
-    normed: Tensor = norm(x.view(*x.shape[:-1], -1, head_dim))
+    normed: Tensor = norm(x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim))
     return normed.view(x.shape)
 
 
