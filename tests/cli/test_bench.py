@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -212,6 +213,30 @@ def test_hooks_are_gone_after_a_recording(text_model):
         assert len(host.spans) == count
         trace = record(llm, batch=2, prompt_tokens=3, steps=4)
         assert trace.steps == 4
+
+
+def test_a_trace_shows_steps_in_which_all_requests_decode(text_model):
+    """Also where their prompts take several steps, so that the first of them are far ahead of the last."""
+    from mrv2 import LLM
+    from mrv2.bench.trace import record
+
+    plans = []
+    with LLM(str(text_model), device="cpu", max_num_seqs=8, max_num_tokens=24) as llm:
+        scheduler = llm._driver._engine.scheduler
+        plan = scheduler.plan
+
+        def noted():
+            made = plan()
+            if made is not None:
+                plans.append((time.perf_counter(), made.num_decodes, made.num_reqs))
+            return made
+
+        scheduler.plan = noted
+        trace = record(llm, batch=8, prompt_tokens=20, steps=6)
+    shown = [sizes for at, *sizes in plans if trace.start <= at <= trace.end]
+    assert len(shown) >= 6
+    assert all(sizes == [8, 8] for sizes in shown)
+    assert any(sizes != [8, 8] for _, *sizes in plans)
 
 
 def test_device_lanes_are_drawn_and_their_gaps_told():

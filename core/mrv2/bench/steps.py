@@ -85,11 +85,16 @@ def waits() -> Iterator[list[float]]:
             kind.wait = wait  # type: ignore[method-assign]
 
 
+def prompt_steps(batch: int, prompt_len: int, max_num_tokens: int) -> int:
+    """Steps until `batch` requests that start together are all past their prompts, at most; the first ones decode
+    meanwhile.
+    """
+    return -(-batch * prompt_len // max(max_num_tokens - batch, 1))
+
+
 def tokens_needed(batch: int, *, prompt_len: int, steps: int, max_num_tokens: int) -> int:
     """Context that a request of `start_decoding` needs for `measure_steps`, its prompt included."""
-    # The first decode while the last still have their prompts before them.
-    prefills = -(-batch * prompt_len // max(max_num_tokens - batch, 1))
-    return prompt_len + WARM + 4 * steps + prefills + 16
+    return prompt_len + WARM + 4 * steps + prompt_steps(batch, prompt_len, max_num_tokens) + 16
 
 
 def start_decoding(parts: EngineParts, batch: int, *, prompt_len: int, steps: int, rng: random.Random) -> None:

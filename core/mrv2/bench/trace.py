@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mrv2.bench.requests import random_prompts
+from mrv2.bench.steps import prompt_steps
 from mrv2.errors import CommandLineError
 from mrv2.frontend.llm import LLM
 from mrv2.runner.outputs import PendingOutput, RingOutput
@@ -24,7 +25,8 @@ from mrv2.sample.params import SamplingParams
 
 STEP = "step"
 LEAD, TAIL = 6, 3
-"""Decode steps before and after those that are shown: the first ones follow prompts, the last ones only drain."""
+"""Steps of decodes alone before and after those that are shown: the first ones follow prompts, and in the last ones
+requests end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,13 @@ def record(
         prompt_tokens: of each.
         steps: that are kept.
         temperature: 0: greedy.
-        prompts: keep the first steps, with the prompts; else decode steps.
+        prompts: keep the first steps, with the prompts; else such in which all requests decode.
 
     Raises:
         CommandLineError: the context is too short for so many tokens.
     """
-    new = LEAD + steps + TAIL + 2
+    begin = prompt_steps(batch, prompt_tokens, llm.limits.max_num_tokens) + LEAD
+    new = begin + steps + TAIL + 2  # the first requests may decode from the first step on
     if prompt_tokens + new > llm.limits.max_model_len:
         raise CommandLineError(
             f"{prompt_tokens + new} tokens of a request are needed, and the context has {llm.limits.max_model_len}",
@@ -195,7 +198,7 @@ def record(
     with DeviceRecorder(llm.limits.device) as device, recording(llm) as host:
         run()
     loop = sorted((s for s in host.spans if s.name == STEP), key=lambda s: s.start)
-    shown = loop[:steps] if prompts else loop[-steps - TAIL : -TAIL]
+    shown = loop[:steps] if prompts else loop[begin : begin + steps]
     start, end = shown[0].start, shown[-1].end
     return Trace(
         host=[s for s in sorted(host.spans, key=lambda s: (s.start, -s.end)) if start <= s.start and s.end <= end],
