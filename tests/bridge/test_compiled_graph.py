@@ -1,11 +1,11 @@
-"""What the compiler is given is, operation by operation, what vLLM's own class gives it.
+"""What the compiler is given is, operation by operation, what vLLM's own class gives it, and so are rotary tables.
 
-Then what it makes of both is the same too. A compiler keeps more digits within what it fuses, and what it fuses depends
-on orders and sizes: with a rotary table of another length than vLLM's, log-probabilities at two ranks differed by 0.037
-in the mean, while both classes were equal bit by bit without compilation.
+Then what it makes of both is the same too: a compiler keeps more digits within what it fuses, and what it fuses depends
+on orders and sizes.
 """
 
 import pytest
+import torch
 from torch import Tensor
 from torch.fx import node as fx
 
@@ -58,3 +58,23 @@ def test_the_graph_is_that_of_vllms_class(config_class, family, engine, compiled
     assert len(ours) > 200
     for i, (got, want) in enumerate(zip(ours, theirs, strict=True)):
         assert got == want, f"operation {i}"
+
+
+@pytest.mark.parametrize("config_class", ["LlamaConfig", "Qwen3Config"])
+def test_vllm_makes_the_plain_rotary_table(config_class, family, engine, runner_of, monkeypatch):
+    """On a GPU its frequencies aren't ours to the last bit; here they are made to be something else."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    plain = RotaryEmbedding._compute_inv_freq
+    monkeypatch.setattr(RotaryEmbedding, "_compute_inv_freq", lambda self, base: 2 * plain(self, base))
+    one = family(config_class, num_attention_heads=2, num_key_value_heads=1)
+    tables = []
+    for architecture in (one.architecture, one.architecture.removeprefix("Mrv2")):
+        settings = {"hf_overrides": {"architectures": [architecture]}, "max_model_len": 128}
+        with engine(one.folder, **settings) as llm:
+            modules = runner_of(llm).model.modules()
+            tables.append(next(m.cos_sin_cache.clone() for m in modules if isinstance(m, RotaryEmbedding)))
+    ours, theirs = tables
+    assert ours.shape == (256, 32)
+    assert torch.equal(ours, theirs)
+    assert ours[1, 0] == torch.tensor(2.0).cos()

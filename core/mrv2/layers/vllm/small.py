@@ -48,8 +48,8 @@ class OwnAttention(Attention):
 class TableRotary(RotaryEmbedding):
     """vLLM's rotary embedding with the table of the native host, so that every type gives the same angles.
 
-    The table is as long as that of vLLM's own classes: what the compiler fuses depends on sizes, and with it what is
-    rounded to bfloat16 in between.
+    Of the plain type vLLM makes the table itself, as long as its own classes have it: it does so on the GPU, whose
+    powers differ from the host's in the last bit, and one entry in some thousands is then another bfloat16 number.
 
     Raises:
         RopeError: frequencies depend on a request's length, and requests may get that long: a table can't say that.
@@ -71,13 +71,15 @@ class TableRotary(RotaryEmbedding):
             head_size=table.spec.head_dim,
             rotary_dim=table.rotary_dim,
             max_position_embeddings=max_model_len if limit is not None else max(max_model_len, max_position),
-            base=0,
+            base=dict(table.spec.params).get("rope_theta", 0) if table.spec.rope_type == "default" else 0,
             is_neox_style=True,
             dtype=dtype,
         )
 
     def _compute_cos_sin_cache(self) -> Tensor:
         """[max_position_embeddings, rotary_dim] float32: cosines, then sines."""
+        if self.base:
+            return super()._compute_cos_sin_cache()
         device = torch.get_default_device()
         with torch.device("cpu"):
             positions = torch.arange(self.max_position_embeddings)
