@@ -139,6 +139,8 @@ def graph_report(llm: LLM) -> dict[str, Any] | None:
         "captures": stats.captures,
         "capture_seconds": round(stats.capture_seconds, 3),
         "replays": stats.replays,
+        "prompts": stats.prompts,
+        "prompts_eager": stats.prompts_eager,
         "steps": llm.stats.steps,
         "eager": stats.eager,
     }

@@ -159,7 +159,8 @@ class _Visit:
             rate = self._arrivals(parts, rate)
         if parts.graphs is not None:
             graphs = parts.graphs
-            self.arm.graphs = {"captures": graphs.captures, "replays": graphs.replays, "eager": dict(graphs.eager)}
+            names = ("captures", "replays", "prompts", "prompts_eager")
+            self.arm.graphs = {**{name: getattr(graphs, name) for name in names}, "eager": dict(graphs.eager)}
         return rate
 
     def _check_context(self, parts: EngineParts) -> None:

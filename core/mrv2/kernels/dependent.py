@@ -48,7 +48,7 @@ def dependent_options(x: Tensor) -> dict[str, Any]:
 @jit()
 def await_previous(DEPENDENT: tl.constexpr):
     """Wait for the kernel before, and, if that is due at once, let the one behind begin."""
-    if DEPENDENT == 1:
+    if DEPENDENT == 1:  # EARLY
         tl.extra.cuda.gdc_launch_dependents()
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -57,5 +57,5 @@ def await_previous(DEPENDENT: tl.constexpr):
 @jit()
 def release_next(DEPENDENT: tl.constexpr):
     """Let the kernel behind begin, if that is due late. Without this it does so when all programs have ended."""
-    if DEPENDENT == 2:
+    if DEPENDENT == 2:  # LATE
         tl.extra.cuda.gdc_launch_dependents()
