@@ -112,15 +112,23 @@ def test_errors_that_differ_are_not_counted_as_one(heron):
     assert len(report.causes) == len({r.message for r in report.failures}) > 1
 
 
-def test_under_pytest(pytester, heron):
+@pytest.mark.parametrize("ci", [True, False], ids=["in_ci", "at_a_desk"])
+def test_under_pytest(ci, pytester, heron, monkeypatch):
+    """In CI pytest repeats every message whole in its short summary, at a desk it cuts them to the line."""
+    monkeypatch.delenv("BUILD_NUMBER", raising=False)
+    monkeypatch.delenv("CI", raising=False)
+    if ci:
+        monkeypatch.setenv("CI", "true")
     folder = heron("heron_pytest", state=[BY_ROW])
     pytester.makepyfile(test_it=TEST.format(path=str(folder)))
     done = pytester.runpytest_subprocess(*PYTEST, "-k", "weights or inputs or sampling")
     text = done.stdout.str()
     assert done.ret == 1
-    assert text.count("Traceback") + text.count("state.py:41: AttributeError") == 1  # one trace
+    failures, _, summary = text.partition("short test summary info")
+    assert failures.count("Traceback") + failures.count("state.py:41: AttributeError") == 1  # one trace
     again = "the failure of test_weights_runs[heron-L1], met again: AttributeError: 'Gain' object has no attribute"
-    assert text.count(again) == 2
+    assert failures.count(again) == 2
+    assert summary.count(again) == (2 if ci else 0)
     assert f"L1 CPU     failed      3 failed, 3 passed, 8 not run ({NOT_RUN})" in text
 
 
