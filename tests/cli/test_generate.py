@@ -260,3 +260,12 @@ def test_a_reader_that_leaves_is_no_error(text_model):
     )
     assert done.returncode in (0, 141)
     assert b"Traceback" not in done.stderr
+
+
+def test_an_error_whose_reader_has_left_keeps_its_exit_code():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "mrv2", "generate", "./nothing", "hello", "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=200, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (2, b"")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from mrv2 import LLM, SamplingParams
 from mrv2.errors import LocalAdapterError, RecordError, TargetError
 from mrv2.testing import (
     Level,
@@ -300,6 +301,8 @@ def test_every_command_takes_the_project_folder(heron, tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["manifest"] == str(package / "adapter.toml")
     model = Subject(str(package)).case("heron", Level.CPU).folder
+    with LLM(str(model), adapters="acme", device="cpu") as llm:
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
     done = mrv2("generate", model, "--adapter", "acme", "--input", "ids.jsonl", "--max-tokens", "2", "--json")
     assert done.returncode == 0, done.stderr

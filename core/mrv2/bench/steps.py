@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,27 +62,28 @@ class Replays:
 
 
 @contextmanager
-def waits() -> Iterator[list[float]]:
-    """Seconds of each wait for an output within."""
-    waited: list[float] = []
-    originals = {kind: kind.wait for kind in (PendingOutput, RingOutput)}
+def timed(*methods: tuple[Any, str]) -> Iterator[list[float]]:
+    """Seconds of each call of these methods, given as class and name, within."""
+    seconds: list[float] = []
+    originals = {(kind, name): getattr(kind, name) for kind, name in methods}
 
-    def timed(kind: Any) -> Any:
-        def wait(pending: Any) -> Any:
+    def timing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any) -> Any:
             start = time.perf_counter()
-            output = originals[kind](pending)
-            waited.append(time.perf_counter() - start)
-            return output
+            try:
+                return call(*args)
+            finally:
+                seconds.append(time.perf_counter() - start)
 
-        return wait
+        return timed_call
 
-    for kind in originals:
-        kind.wait = timed(kind)  # type: ignore[method-assign]
+    for (kind, name), call in originals.items():
+        setattr(kind, name, timing(call))
     try:
-        yield waited
+        yield seconds
     finally:
-        for kind, wait in originals.items():
-            kind.wait = wait  # type: ignore[method-assign]
+        for (kind, name), call in originals.items():
+            setattr(kind, name, call)
 
 
 def prompt_steps(batch: int, prompt_len: int, max_num_tokens: int) -> int:
@@ -129,8 +130,9 @@ def stop(parts: EngineParts, batch: int) -> None:
 def measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
     """Microseconds of a step, of the host's work in it, and of the device's, while requests decode.
 
-    Host time is all but the wait for an output, of the median step; the mean has what else the machine did. Events
-    delay the device a little, so device and wall time are measured one after the other.
+    Host time is all but the wait for an output, of the median step; the mean has what else the machine did, and steps
+    in which all requests get blocks. A part of it is the launch of a graph, a call of the driver. Events delay the
+    device a little, so device and wall time are measured one after the other.
     """
     result: dict[str, Any] = {}
     if parts.graphs is not None:
@@ -138,8 +140,10 @@ def measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
             for _ in range(steps):
                 parts.engine.step()
         result |= replays.report()
+    on_gpu = parts.limits.device.type == "cuda"
+    launches = [(torch.cuda.CUDAGraph, "replay")] if on_gpu else []
     times, host = [], []
-    with waits() as waited:
+    with timed((PendingOutput, "wait"), (RingOutput, "wait")) as waited, timed(*launches) as launched:
         for _ in range(3 * steps):
             start = time.perf_counter()
             parts.engine.step()
@@ -148,9 +152,11 @@ def measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
             waited.clear()
     result["step_us"] = round(sum(times) / len(times) * 1e6, 1)
     result["step_us_p99"] = round(statistics.quantiles(times, n=100, method="inclusive")[-1] * 1e6, 1)
-    if parts.limits.device.type == "cuda":
+    if on_gpu:
         result["host_us"] = round(statistics.median(host) * 1e6, 1)
         result["host_us_mean"] = round(statistics.mean(host) * 1e6, 1)
+    if launched:
+        result["launch_us"] = round(statistics.median(launched) * 1e6, 1)
     return result
 
 

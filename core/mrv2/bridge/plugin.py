@@ -13,6 +13,7 @@ from mrv2.bridge.names import module_name, registered_names
 from mrv2.discovery import installed_adapters
 from mrv2.entry import AdapterEntry
 from mrv2.errors import AdapterExcludedError, Mrv2Error
+from mrv2.frontend.adapters import adapter_argument
 from mrv2.registry import Registry
 from mrv2.settings import Settings
 
@@ -57,7 +58,8 @@ def find_hosted() -> list[Hosted]:
     """Every adapter that claims an architecture, broken and excluded ones with the error that a user has to see."""
     everything = installed_adapters(None)
     try:
-        registry = Registry.discover(adapters=Settings.from_env().local_adapters)
+        local = Settings.from_env().local_adapters
+        registry = Registry.discover(adapters=[adapter_argument(adapter) for adapter in local])
     except Mrv2Error as error:
         return [Hosted(entry, None, error) for entry in everything]
     allowed = [Hosted(entry, registry, entry.error) for entry in registry.entries]

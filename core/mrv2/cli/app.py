@@ -222,7 +222,7 @@ def run(argv: Sequence[str]) -> int:
         code = INTERRUPTED
     except _ReaderLeftError:
         # As in `mrv2 list | head -1`: nothing is wrong, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail to flush when it ends
+        _say_no_more()
         return 0
     except Exception as error:
         usage = _usage_message(error)
@@ -242,8 +242,16 @@ def _usage_message(error: Exception) -> str | None:
 
 
 def _report(error: Mrv2Error, *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"error": error.to_dict()}, indent=2))
-    else:
+    if not as_json:
         print(error, file=sys.stderr)
+        return error.exit_code
+    try:
+        print(json.dumps({"error": error.to_dict()}, indent=2), flush=True)
+    except BrokenPipeError:
+        _say_no_more()
     return error.exit_code
+
+
+def _say_no_more() -> None:
+    """Let standard output lead nowhere, or the interpreter would fail to flush it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

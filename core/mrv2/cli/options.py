@@ -28,7 +28,7 @@ def _resolved(adapters: list[str] | None) -> list[str] | None:
     """What each `--adapter` means, by the rules of `mrv2 check`."""
     if not adapters:
         return adapters
-    from mrv2.testing.project import adapter_argument
+    from mrv2.frontend.adapters import adapter_argument
 
     return [adapter_argument(adapter) for adapter in adapters]
 

@@ -18,6 +18,7 @@ from mrv2.debug.canaries import WatchedPool
 from mrv2.debug.runner import DebugRunner, GuardedForward
 from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
+from mrv2.frontend.adapters import adapter_argument
 from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.layers.base import DTYPES
 from mrv2.layers.custom import CacheHandle
@@ -170,13 +171,13 @@ def load(model: str, config: EngineConfig, adapters: Sequence[str] = ()) -> Load
     Args:
         model: folder, GGUF file, bundled name or hub id.
         config: dtype and device are used here.
-        adapters: local adapter files or folders, used beside the installed ones.
+        adapters: names of installed ones, or files, package or project folders: they win over others.
 
     Raises:
         Mrv2Error: whatever is wrong, by its own type.
     """
     device = choose_device(config.device)
-    registry = Registry.discover(adapters=adapters)
+    registry = Registry.discover(adapters=[adapter_argument(adapter) for adapter in adapters])
     location = resolve_model(model)
     model_config = load_model_config(location.path, registry)
     adapter = registry.resolve(model_config.architecture)

@@ -44,7 +44,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file, bundled name (`smollm2`) or hub id.
-        adapters: a local adapter file or folder, or several, beside the installed ones.
+        adapters: an adapter's file, package folder or project folder, or several, beside the installed ones; or names
+            of installed ones, to be preferred.
         settings: fields of `EngineConfig`.
 
     Raises:

@@ -26,9 +26,19 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
-        """Capture what `run` launches: a function that does it again, and returns what `run` returned. Doesn't wait for
-        the device.
+        """Capture what `run` launches: a function that does it again, and returns what `run` returned. Waits for the
+        device only where its memory is full of blocks that the allocator keeps for later.
+
+        Raises:
+            torch.OutOfMemoryError: the pool has to grow, and there is no memory for it.
         """
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self._capture(run)
+        # The allocator gives blocks back to the driver when it needs memory, but not while a graph is captured.
+        torch.cuda.empty_cache()
+        return self._capture(run)
+
+    def _capture(self, run: Callable[[], T]) -> Callable[[], T]:
         graph, (stream, lock) = torch.cuda.CUDAGraph(), _capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with lock, torch.cuda.stream(stream), _no_collection():

@@ -18,6 +18,7 @@ from mrv2.config import ModelConfig, load_model_config
 from mrv2.context import AdapterContext
 from mrv2.entry import AdapterEntry
 from mrv2.errors import Mrv2Error, TargetError
+from mrv2.frontend.adapters import adapter_argument
 from mrv2.frontend.build import EngineConfig, LoadedModel, load
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import open_source
@@ -26,7 +27,6 @@ from mrv2.manifest import Capability
 from mrv2.registry import Registry
 from mrv2.testing.checkpoints import make_checkpoint, write_random
 from mrv2.testing.first_run import FirstRun, first_run
-from mrv2.testing.project import adapter_argument
 from mrv2.testing.references import Answer, answer_of
 from mrv2.testing.results import Level, NotApplicable, NotRun
 from mrv2.testing.target import MIN_CONTEXT, Target, Tolerances

@@ -1,4 +1,4 @@
-"""Which adapter a word on the command line means: a name, a package folder, a project folder, or a file.
+"""Which adapter a word means: a name, a package folder, a project folder, or a file.
 
 Imports no torch.
 """
