@@ -1,4 +1,5 @@
-"""Host time of one decode step by number of running requests, with a model that does nothing.
+"""Host time of one decode step by number of running requests, with a model that does nothing; and of a request's
+beginning and end, where all of them begin and end together.
 
 Everything but the model runs as always: planning, staging, a step's launch, and taking its output. Decodes are replayed
 as on a GPU, with graphs that do nothing, or with --eager launched one by one: input preparation, sampling of a tiny
@@ -32,7 +33,7 @@ WARM, COUNTED = 20, 32  # steps before the clock starts, and steps whose calls a
 
 
 def decoding(num_reqs: int, steps: int, eager: bool) -> EngineParts:
-    """An engine whose `num_reqs` requests are all past their prompts, and have `steps` steps to go."""
+    """An engine whose `num_reqs` requests are all past their prompts, and have `steps` steps to go, or a few more."""
     make, room = null_engine if eager else null_replays, steps + WARM + COUNTED + 60
     parts = make(max_num_seqs=num_reqs, max_model_len=64 + room)
     params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
@@ -52,6 +53,33 @@ def step_times(parts: EngineParts, steps: int) -> list[float]:
         start = time.perf_counter()
         parts.engine.step()
         times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def ends(num_reqs: int, new: int = 256, repeats: int = 5) -> dict[str, float]:
+    """Microseconds per request of the step that takes all of them in, of the one in which all end with `new` tokens,
+    and of giving back what they held, which nobody waits for. The least of some repeats.
+    """
+    parts = null_replays(max_num_seqs=num_reqs, max_model_len=64 + new, max_num_tokens=32 * num_reqs)
+    params, least = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True), dict[str, float]()
+    for k in range(repeats):
+        prompts = ([(i + j * k) % 8 for j in range(32)] for i in range(num_reqs))
+        parts.engine.add(parts.intake.request(f"{k}-{i}", prompt, params) for i, prompt in enumerate(prompts))
+        began, *_, ended = timed_steps(parts)
+        start = time.perf_counter()
+        while parts.engine.scheduler.release_drained(1):
+            pass
+        given_back = (time.perf_counter() - start) * 1e6
+        for name, us in (("begin", began), ("end", ended), ("give_back", given_back)):
+            least[f"{name}_us"] = round(min(us / num_reqs, least.get(f"{name}_us", us)), 1)
+    return least
+
+
+def timed_steps(parts: EngineParts) -> list[float]:
+    """Microseconds of each step, until all requests have ended."""
+    times = []
+    while parts.engine.has_work:
+        times += step_times(parts, 1)
     return times
 
 
@@ -83,6 +111,7 @@ def main() -> None:
                 "median_us": round(statistics.median(times), 1),
                 "p90_us": round(statistics.quantiles(times, n=10)[-1], 1),
                 **step_calls(parts),
+                "per_request": ends(num_reqs),
             }
         )
     requests = " ".join(map(str, args.requests))

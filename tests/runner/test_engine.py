@@ -52,6 +52,24 @@ def test_ragged_batch_equals_oracle(any_tiny, settings, runner):
     assert (parts.engine.scheduler.stats.preemptions > 0) == ("num_blocks" in settings)
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_has_ended_is_told_before_its_blocks_are_given_back(tiny, idle):
+    parts = tiny("llama").engine(depth=2)
+    engine, pool, prompt = parts.engine, parts.engine.scheduler.kv.pool, [1, 2, 3] * 12
+    engine.add([parts.intake.request(name, prompt, GREEDY) for name in "ab"])
+    while engine.has_work:
+        events = engine.step()
+    assert len(events.ended) == 2
+    assert pool.num_free < pool.num_usable
+    if idle:
+        assert engine.use_idle_time()
+        assert engine.use_idle_time()
+        assert not engine.use_idle_time()
+        assert pool.num_free == pool.num_usable
+    assert run(parts, [prompt], prefix="again") == expected(tiny("llama"), [prompt])
+    assert engine.scheduler.stats.cached_tokens > 0
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 def test_steps_in_flight_change_nothing(any_tiny, depth):
     parts = any_tiny.engine(depth=depth, max_chunk=5, num_blocks=70, block_size=4)

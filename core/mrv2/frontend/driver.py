@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ class Driver:
         if self._is_quiet():
             return True
         while not self._has_mail() and self._engine.use_idle_time():
-            pass
+            time.sleep(0)  # let the other thread go on: it may have results to deliver
         with self._lock:
             self._room.notify_all()
             self._num_told = self._engine.scheduler.num_waiting

@@ -65,13 +65,14 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference each. Give a request's blocks last first: its tail is then evicted first."""
+        refs, free, key_of = self._refs, self._free, self._key_of
         for block in blocks:
-            self._refs[block] = refs = self._refs[block] - 1
-            assert refs >= 0, f"block {block} released twice"
-            if refs == 0:
-                self._free[block] = None
-                if block not in self._key_of:
-                    self._free.move_to_end(block, last=False)
+            refs[block] = left = refs[block] - 1
+            assert left >= 0, f"block {block} released twice"
+            if left == 0:
+                free[block] = None
+                if block not in key_of:
+                    free.move_to_end(block, last=False)
 
     def cache(self, block: int, key: BlockKey) -> None:
         """Index a full block. The first block under a key stays; a copy is left unindexed."""

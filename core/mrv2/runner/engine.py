@@ -68,6 +68,8 @@ class Engine:
 
     def use_idle_time(self) -> bool:
         """Do a bit of what will be needed later, such as capturing a graph; False: there is nothing of the kind."""
+        if self.scheduler.release_drained(1):
+            return True
         graphs = self._runner.graphs if isinstance(self._runner, Runner) else None
         return graphs is not None and graphs.capture_next()
 

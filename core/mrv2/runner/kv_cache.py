@@ -60,10 +60,10 @@ def hash_root(params: SamplingParams, *, rope_len: int | None = None) -> bytes:
 
 def extend_hashes(hashes: list[bytes], root: bytes, tokens_np: NDArray[np.int32], block_size: int) -> None:
     """Append the chain hashes (128 bits) of all full blocks of `tokens_np` that `hashes` lacks."""
-    parent = hashes[-1] if hashes else root
-    for start in range(len(hashes) * block_size, len(tokens_np) - block_size + 1, block_size):
-        chunk = tokens_np[start : start + block_size].tobytes()
-        parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
+    parent, nbytes = hashes[-1] if hashes else root, block_size * tokens_np.itemsize
+    new = tokens_np[len(hashes) * block_size : len(tokens_np) // block_size * block_size].tobytes()
+    for start in range(0, len(new), nbytes):
+        parent = hashlib.blake2b(parent + new[start : start + nbytes], digest_size=16).digest()
         hashes.append(parent)
 
 
@@ -87,8 +87,8 @@ class KVCacheManager:
         self.num_cols_np = np.zeros(max_rows, np.int32)
         self._first_col_np = np.zeros((len(self.groups), max_rows), np.int32)  # first column not yet given back
         self._hashed_np = np.zeros(max_rows, np.int32)  # columns already in the prefix cache
-        # (rows, start columns, column counts) appended since the last `take_writes`; the same in all paged groups.
-        self._grown: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+        # Rows, start columns and column counts [3, n] appended since the last `take_writes`; in all paged groups.
+        self._grown: list[NDArray[np.int32]] = []
         self.no_writes = self._writes()
 
     # -- sizes -------------------------------------------------------------------------------------------
@@ -141,33 +141,35 @@ class KVCacheManager:
         cols_np = starts_np[owner_np] + np.arange(total, dtype=np.int32) - cu_np[owner_np]
         for table_np in self.tables_np:
             table_np[rows_np[owner_np], cols_np] = self.pool.allocate(total)
-        self._grown.append((rows_np, starts_np, missing_np))
+        self._grown.append(np.stack((rows_np, starts_np, missing_np)))
         self.num_cols_np[rows_np] += missing_np
+
+    def grow_row(self, row: int, num_tokens: int) -> None:
+        """Append the columns that one row lacks to hold `num_tokens`: `grow` for prompts, which come one by one."""
+        start = int(self.num_cols_np[row])
+        missing = -(-num_tokens // self.block_size) - start
+        if missing <= 0:
+            return
+        for table_np in self.tables_np:
+            table_np[row, start : start + missing] = self.pool.allocate(missing)
+        self._grown.append(np.array((row, start, missing), np.int32)[:, None])
+        self.num_cols_np[row] += missing
 
     def take_writes(self) -> tuple[BlockWrites, ...]:
         """What was appended since the last call, one entry per group."""
         return self._writes() if self._grown or len(self.states) else self.no_writes
 
     def _writes(self) -> tuple[BlockWrites, ...]:
-        empty = np.empty(0, np.int32)
-        rows_np, starts_np, lens_np = (
-            (np.concatenate([empty, *parts]) for parts in zip(*self._grown, strict=True))
-            if (self._grown)
-            else (empty, empty, empty)
-        )
+        rows_np, starts_np, lens_np = np.concatenate([np.empty((3, 0), np.int32), *self._grown], axis=1)
         self._grown.clear()
         cu_np = np.concatenate(([0], np.cumsum(lens_np))).astype(np.int32)
         owner_np = np.repeat(np.arange(len(rows_np)), lens_np)
         cols_np = starts_np[owner_np] + np.arange(cu_np[-1], dtype=np.int32) - cu_np[owner_np]
-        return (
-            tuple(
-                BlockWrites(
-                    rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=table_np[rows_np[owner_np], cols_np]
-                )
-                for table_np in self.tables_np
-            )
-            + self.states.take_writes()
+        at_np = rows_np[owner_np], cols_np
+        writes = (
+            BlockWrites(rows=rows_np, starts=starts_np, cu_lens=cu_np, block_ids=t[at_np]) for t in self.tables_np
         )
+        return (*writes, *self.states.take_writes())
 
     # -- prefix cache ------------------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ class KVCacheManager:
         self.num_cols_np[row] = n
         self._hashed_np[row] = n
         if n:
-            self._grown.append(tuple(np.array([x], np.int32) for x in (row, 0, n)))  # type: ignore[arg-type]
+            self._grown.append(np.array((row, 0, n), np.int32)[:, None])
 
     def commit(self, row: int, hashes: Sequence[bytes], num_computed: int) -> None:
         """Index the row's full blocks whose tokens the host has confirmed as computed."""
@@ -236,9 +238,9 @@ class KVCacheManager:
         if n <= done:
             return
         for g, table_np in enumerate(self.tables_np):
-            for col in range(done, n):
-                if table_np[row, col]:
-                    self.pool.cache(int(table_np[row, col]), (g, hashes[col]))
+            for block, digest in zip(table_np[row, done:n].tolist(), hashes[done:n], strict=True):
+                if block:
+                    self.pool.cache(block, (g, digest))
         self._hashed_np[row] = n
 
     def commit_last(self, row: int, hashes: Sequence[bytes], num_computed: int) -> None:

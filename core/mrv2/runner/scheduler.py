@@ -1,8 +1,9 @@
 """First come, first served: chunked prefill, prefix hits, preemption by recompute. No loop over decoding rows.
 
 A row and its blocks stay with their request until the last step that can write them has come back
-(*draining*), so an output in flight never meets another owner's row. `plan` may be called again before
-earlier steps have returned; `update` takes their outputs in order.
+(*draining*), so an output in flight never meets another owner's row. They are freed by the next `plan`, or earlier
+when there is nothing else to do, and what has ended is reported before that. `plan` may be called again before earlier
+steps have returned; `update` takes their outputs in order.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Scheduler:
         self._steady: SteadyBatch | None = (
             None  # of those that take part in steps; None after a change, or if some prefill
         )
-        self._draining: set[int] = set()  # rows that left `_running` with steps in flight
+        self._draining: set[int] = set()  # rows that left `_running` and aren't free yet
         self._removed: list[tuple[int, str]] = []
         self._step_id = 0
 
@@ -83,8 +84,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or a row still drains."""
-        return bool(self._waiting or self._running or self._draining)
+        """Whether a request is waiting or running, or a row has steps in flight."""
+        return bool(self._waiting or self._running) or any(self.columns.in_flight_np[r] for r in self._draining)
 
     @property
     def num_waiting(self) -> int:
@@ -134,16 +135,21 @@ class Scheduler:
         self.stats.preemptions += 1
         self._waiting.appendleft(request)
         self._leave(row)
+        self.release_drained()
 
     def _leave(self, row: int) -> None:
-        """Take `row` out of the running set; free it now, or when its last step has come back."""
+        """Take `row` out of the running set."""
         self._running.remove(row)
         self._running_np = self._steady = None
         self._removed.append((row, self._request_at(row).req_id))
-        if self.columns.in_flight_np[row]:
-            self._draining.add(row)
-        else:
+        self._draining.add(row)
+
+    def release_drained(self, most: int | None = None) -> bool:
+        """Free rows whose last step has come back, all or so many of them; whether there were any."""
+        rows = [row for row in self._draining if not self.columns.in_flight_np[row]][:most]
+        for row in rows:
             self._release(row)
+        return bool(rows)
 
     def _release(self, row: int) -> None:
         request, columns = self._request_at(row), self.columns
@@ -173,6 +179,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before an output comes back."""
+        if self._draining:
+            self.release_drained()
         steady = self._steady
         if steady is not None and steady.steps_left and not (self._waiting and self._rows.num_free):
             self._step_id += 1
@@ -218,7 +226,7 @@ class Scheduler:
             lens_np = columns.scheduled_ub_np[rows_np] + 1
             missing_np = self.kv.missing_soon_np(rows_np, lens_np, columns.len_limit_np[rows_np])
         self.kv.grow(rows_np, missing_np)
-        batch.append(rows_np, np.ones(len(rows_np), np.int32))
+        batch.add_decodes(rows_np)
 
     def _plan_chunk(self, batch: Batch, row: int) -> None:
         if batch.budget <= 0 or row not in self._running:
@@ -226,20 +234,18 @@ class Scheduler:
         columns = self.columns
         start = int(columns.scheduled_ub_np[row])
         take = self._chunk(start, int(columns.total_ub_np[row]), batch.budget)
-        rows_np = np.array([row], np.int32)
-        missing_np = self.kv.missing_np(rows_np, np.array([start + take], np.int32))
-        need = int(missing_np[0]) * self.kv.num_paged
+        need = self.kv.blocks_for(start + take) - int(self.kv.num_cols_np[row]) * self.kv.num_paged
         while need > self.kv.pool.num_free:
             if self.kv.states.drop_pending():
                 continue
             # Decodes go first and may have taken the last blocks: only what came later and is idle gives way.
             victim = self._running[-1]
-            if self._draining or victim == row or any(victim in part for part in batch.rows):
+            if self._draining or victim == row or batch.holds(victim):
                 return
             self._preempt(victim)
             batch.preempted = True
-        self.kv.grow(rows_np, missing_np)
-        batch.append(rows_np, np.array([take], np.int32))
+        self.kv.grow_row(row, start + take)
+        batch.add_prompt(row, take)
 
     def _chunk(self, start: int, total: int, budget: int) -> int:
         """Tokens of a prompt of `total` to compute from `start` on. Where states are kept, a chunk ends at a block
@@ -278,9 +284,8 @@ class Scheduler:
             self.stats.cached_tokens += hit.num_tokens
         batch.added.append((row, request.data(hit.num_tokens)))
         take = self._chunk(hit.num_tokens, total, batch.budget)
-        rows_np = np.array([row], np.int32)
-        self.kv.grow(rows_np, self.kv.missing_np(rows_np, np.array([hit.num_tokens + take], np.int32)))
-        batch.append(rows_np, np.array([take], np.int32))
+        self.kv.grow_row(row, hit.num_tokens + take)
+        batch.add_prompt(row, take)
         return True
 
     def _finish_plan(self, batch: Batch) -> StepPlan | None:
@@ -314,7 +319,7 @@ class Scheduler:
     def _note_steady(self, batch: Batch, plan: StepPlan) -> None:
         """See whether the next steps will be like this one."""
         rows_np, columns, steady = plan.rows_np, self.columns, self._steady
-        alike = len(batch.rows) == 1 and not (batch.short or self.kv.keeps_states)
+        alike = not (batch.prompts or batch.short or self.kv.keeps_states)
         if not alike or (columns.scheduled_ub_np[rows_np] <= columns.prefill_len_np[rows_np]).any():
             self._steady = None
             return
@@ -368,8 +373,6 @@ class Scheduler:
             assert row is not None
             stopped = bool(columns.stopped(np.array([row]), columns.tokens_np[row, columns.known_np[row] - 1][None])[0])
             self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
-        for row in [r for r in self._draining if not columns.in_flight_np[r]]:
-            self._release(row)
         return StepEvents(
             numbers_np=numbers_np[at_np],
             tokens_np=output.tokens_np[at_np, of_np],

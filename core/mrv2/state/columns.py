@@ -40,6 +40,7 @@ class StagedColumn:
         self._table = table if len(shape) == 2 else table[:, None]  # [num_rows, width]
         self._num_rows, self._width = self._table.shape
         self._pending: list[_Runs] = []
+        self._single: list[tuple[int, int, NDArray[np.generic]]] = []  # row, start, values; behind `_pending`
         # Usually enough: one whole row, or one value in every row.
         nbytes = 4 * _ALIGN + 12 * self._num_rows + max(self._width, self._num_rows) * self.dtype_np.itemsize
         self._ring = StagingRing(nbytes, device)
@@ -48,35 +49,40 @@ class StagedColumn:
     def stage(self, row: int, start: int, values: ArrayLike) -> None:
         """Stage `values` [n] for columns `start` and on of `row`. The values are copied now."""
         array = np.array(values, dtype=self.dtype_np).reshape(-1)
-        self._append(_int32([row]), _int32([start]), _int32([len(array)]), array)
+        assert 0 <= row < self._num_rows, row
+        assert 0 <= start <= self._width - len(array), (start, len(array))
+        if len(array):
+            self._single.append((row, start, array))
 
     def stage_runs(self, rows: ArrayLike, starts: ArrayLike, cu_lens: ArrayLike, values: ArrayLike) -> None:
         """Stage many runs: run k puts `values[cu_lens[k]:cu_lens[k + 1]]` at `[rows[k], starts[k]:]`.
 
         All arguments are copied now.
         """
-        lens = np.diff(_int32(cu_lens))
-        self._append(_int32(rows), _int32(starts), lens, np.array(values, dtype=self.dtype_np).reshape(-1))
-
-    def _append(
-        self,
-        rows: NDArray[np.int32],
-        starts: NDArray[np.int32],
-        lens: NDArray[np.int32],
-        values: NDArray[np.generic],
-    ) -> None:
-        if not len(values):
+        array = np.array(values, dtype=self.dtype_np).reshape(-1)
+        if not len(array):
             return
-        assert len(rows) == len(starts) == len(lens), (len(rows), len(starts), len(lens))
-        assert lens.sum() == len(values), (lens, len(values))
-        assert 0 <= rows.min() <= rows.max() < self._num_rows, rows
-        assert 0 <= starts.min() <= (starts + lens).max() <= self._width, (starts, lens)
-        self._pending.append((rows, starts, lens, values))
+        rows_np, starts_np, lens = _int32(rows), _int32(starts), np.diff(_int32(cu_lens))
+        assert len(rows_np) == len(starts_np) == len(lens), (len(rows_np), len(starts_np), len(lens))
+        assert lens.sum() == len(array), (lens, len(array))
+        assert 0 <= rows_np.min() <= rows_np.max() < self._num_rows, rows_np
+        assert 0 <= starts_np.min() <= (starts_np + lens).max() <= self._width, (starts_np, lens)
+        self._join_single()
+        self._pending.append((rows_np, starts_np, lens, array))
+
+    def _join_single(self) -> None:
+        """Put the single writes, which come one by one when requests do, with the others."""
+        if self._single:
+            rows, starts, values = zip(*self._single, strict=True)
+            self._single.clear()
+            lens = _int32([len(array) for array in values])
+            self._pending.append((_int32(rows), _int32(starts), lens, np.concatenate(values)))
 
     def flush(self) -> None:
         """Bring all staged writes to the device: one copy, one kernel. Of two writes to a place, the later wins."""
-        if not self._pending:
+        if not (self._pending or self._single):
             return
+        self._join_single()
         rows, starts, lens, values = _concatenate(self._pending)
         self._pending.clear()
         if len(rows) > 1 and len(np.unique(rows)) < len(rows):

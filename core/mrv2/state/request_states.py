@@ -35,6 +35,7 @@ class RequestStates:
         self._stop_ids = StagedColumn((rows, max_stop_ids), dtype=torch.int32, device=device)
         self._active = StagedColumn((rows,), dtype=torch.bool, device=device)
         self._owners: dict[int, str] = {}
+        self._new: list[tuple[int, ...]] = []  # rows, and their lengths; not staged yet
 
         lengths = dict(zip(_LENGTHS, self._lengths.device_tensor, strict=True))
         self.len_limit = lengths.pop("len_limit")
@@ -49,10 +50,9 @@ class RequestStates:
         assert 0 <= request.num_computed_tokens < prefill_len, "a step computes one token at least"
         stop_ids = np.full(self._max_stop_ids, -1, dtype=np.int32)
         stop_ids[: len(request.stop_token_ids)] = request.stop_token_ids
-        lengths = (prompt_len, prefill_len, prefill_len, request.num_computed_tokens, request.len_limit)
         self._owners[row] = request.req_id
         self._ids.stage(row, 0, request.prefill_token_ids)
-        self._lengths.stage_runs(range(len(_LENGTHS)), [row] * len(_LENGTHS), range(len(_LENGTHS) + 1), lengths)
+        self._new.append((row, prompt_len, prefill_len, prefill_len, request.num_computed_tokens, request.len_limit))
         self._stop_ids.stage(row, 0, stop_ids)
         self._active.stage(row, 0, True)
 
@@ -64,6 +64,13 @@ class RequestStates:
 
     def flush(self) -> None:
         """Bring everything staged to the device."""
+        if self._new:
+            rows, *lengths = np.array(self._new, np.int32).T
+            self._new.clear()
+            fields = np.repeat(np.arange(len(_LENGTHS)), len(rows))
+            self._lengths.stage_runs(
+                fields, np.tile(rows, len(_LENGTHS)), np.arange(len(fields) + 1), np.concatenate(lengths)
+            )
         self._ids.flush()
         self._lengths.flush()
         self._stop_ids.flush()
