@@ -136,6 +136,19 @@ def test_what_the_user_set_stays(checkpoint, planned):
     assert plan["environment"] == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
+def test_the_command_can_be_seen_where_there_is_no_vllm(checkpoint, serve):
+    words = ("--", "--max-model-len", "64")
+    refused = serve(checkpoint, *words, vllm=None)
+    assert refused.returncode == 2
+    assert "MRV2-209" in refused.stderr
+    plan = serve(checkpoint, "--json", *words, vllm=None)
+    assert json.loads(plan.stdout)["vllm"] is None
+    done = serve(checkpoint, "--dry-run", *words, vllm=None)
+    assert "vLLM isn't installed here" in done.stderr
+    there = serve(checkpoint, "--dry-run", *words)
+    assert (done.returncode, done.stdout) == (0, there.stdout)
+
+
 def test_dry_run_prints_a_line_for_the_shell(checkpoint, serve):
     done = serve(checkpoint, "--dry-run", "--", "--chat-template", "a b")
     words = shlex.split(done.stdout)

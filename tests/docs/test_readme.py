@@ -22,9 +22,9 @@ HELLO = ROOT / "examples" / "hello.py"
 WIDTH, DEPTH, HEADS, VOCAB = 32, 2, 4, 256
 
 
-def block(language, containing):
+def block(language, containing, page=README):
     """The fenced block of a language that contains a text."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
     return next(b for b in blocks if containing in b)
 
 
@@ -60,8 +60,8 @@ def checkpoint(tmp_path_factory):
     return folder, tensors
 
 
-def naive_logits(w, ids):
-    """The same model, written down plainly."""
+def naive_logits(w, ids, *, parallel=False):
+    """The same model, written down plainly; `parallel`: attention and MLP side by side, behind attention's norm."""
 
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
@@ -85,7 +85,7 @@ def naive_logits(w, ids):
         scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, WIDTH)
         h = h + out @ p["attn.o_proj.weight"].T
-        x = norm(h, p["mlp.norm.weight"])
+        x = x if parallel else norm(h, p["mlp.norm.weight"])
         gated = F.silu(x @ p["mlp.gate_proj.weight"].T) * (x @ p["mlp.up_proj.weight"].T)
         h = h + gated @ p["mlp.down_proj.weight"].T
     return norm(h[-1], w["norm.weight"]) @ w["lm_head.weight"].T
@@ -106,6 +106,54 @@ def test_the_example_equals_the_same_model_written_plainly(checkpoint):
     assert [list(r.outputs[0].token_ids) for r in out] == want
     assert [list(r.outputs[0].token_ids) for r in again] == want
     assert again[1].usage.cached_tokens == 36
+
+
+def test_the_tutorials_layer_of_ones_own_equals_it_written_plainly(checkpoint, tmp_path):
+    """The block of docs/first-adapter.md, in the place of the example's."""
+    own = block("python", "class Block", (ROOT / "docs" / "first-adapter.md").read_text())
+    source = re.sub(r"class Block\(.*?\n\n\n", lambda _: own + "\n\n", HELLO.read_text(), flags=re.DOTALL)
+    (tmp_path / "parallel.py").write_text(source)
+    _, tensors = checkpoint
+    places = {"attn.norm": "norm", "mlp.down_proj": "down", "attn.o_proj": "o_proj"}
+    places |= {f"attn.{x}_proj": f"{x}_proj" for x in "qkv"} | {f"mlp.{x}_proj": x for x in ("gate", "up")}
+    renamed = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"(layers\.\d+)\.(.*)\.weight", name)
+        if layer is None:
+            renamed[name] = tensor
+        elif layer[2] in places:
+            renamed[f"{layer[1]}.{places[layer[2]]}.weight"] = tensor
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(renamed, folder / "model.safetensors")
+    shutil.copy(checkpoint[0] / "config.json", folder)
+    oracle = NaiveGreedy(lambda ids: naive_logits(tensors, ids, parallel=True))
+    prompts = [[1, 2, 3], list(range(40)), [7]]
+    with LLM(str(folder), adapters=[str(tmp_path / "parallel.py")], block_size=4, max_chunk=7) as llm:
+        out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    assert [list(r.outputs[0].token_ids) for r in out] == [oracle(p, 12) for p in prompts]
+
+
+def test_the_example_runs_with_a_config_alone(tmp_path):
+    """The README's last two lines of that block, with fewer requests."""
+    shown = block("console", "my-checkpoint").splitlines()
+    config = next(re.search(r"'(\{.*\})' > config.json", line) for line in shown if "config.json" in line)
+    (tmp_path / "config.json").write_text(config[1])
+    words = next(line for line in shown if "mrv2 bench" in line).partition("#")[0].split()[2:]
+    shutil.copy(HELLO, tmp_path)
+    options = ["--repeat", "1", "--new-tokens", "4", "--steps", "2", "--requests", "2", "--html", "bench.html"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mrv2", *words, *options],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "bench.html").read_text()
+    assert "64 tokens in, 4 out" in page
+    assert "adapter=hello local" in page
 
 
 def test_the_example_runs_from_the_command_line(checkpoint):

@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -122,8 +122,10 @@ def run_arms(
         **environment(device),
         "model": next(iter(loaded.values())).name,
         "architecture": next(iter(loaded.values())).config.architecture,
+        "adapter": next(iter(loaded.values())).adapter,
         "repeat": repeat,
         "settings": dict(base),
+        "workload": asdict(workload),
         "arms": [_report(arm, workload) for arm in arms],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from mrv2.bench.page import bars, page, short, table
@@ -60,6 +61,7 @@ def draw(report: Mapping[str, Any]) -> str:
     arms, body = report["arms"], []
     head = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     body.append(f'<p class="note">{report["card"]}; {head}; {report["date"]}; medians of {report["repeat"]}.</p>')
+    body.append(f'<p class="note">{escape(_asked(report))}</p>')
     for title, measure, value in (
         ("Output tokens per second, all requests at once", "throughput", "tokens_per_second"),
         ("Time of a decode step, in microseconds", "steps", "step_us"),
@@ -84,6 +86,16 @@ def draw(report: Mapping[str, Any]) -> str:
     if with_arrivals:
         body.append("<br>" + table(ARRIVAL_HEADERS, arrival_rows(report)))
     return page(f"mrv2 bench: {report['model']}", body)
+
+
+def _asked(report: Mapping[str, Any]) -> str:
+    """What was run, in one line."""
+    work, settings = report["workload"], {**report["settings"], "adapter": report["adapter"]}
+    given = ", ".join(f"{name}={value}" for name, value in settings.items())
+    text = f"{work['prompt_tokens']} tokens in, {work['new_tokens']} out, temperature {work['temperature']:g}"
+    if "arrivals" in work["measures"]:
+        text += f", {work['requests']} requests that arrive"
+    return f"{text}; {given}; {report['command']}"
 
 
 def _values(entries: Sequence[Mapping[str, Any]], batches: Sequence[int], name: str) -> list[float | None]:

@@ -117,7 +117,7 @@ COMMANDS: Mapping[str, Command] = {
         "Measure throughput, step and inter-token times of a model, or of random weights at any config.",
         (
             "mrv2 bench smollm2 --batches 1,32 --html bench.html",
-            "mrv2 bench --config ./config.json --arm on:graphs=true --arm off:graphs=false -o bench.json",
+            "mrv2 bench --config ./config.json --arm whole:max_chunk=none --arm parts:max_chunk=64 -o bench.json",
         ),
     ),
     "trace": Command(

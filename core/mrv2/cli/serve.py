@@ -35,23 +35,27 @@ def command(
 ) -> None:
     """Serve a model with vLLM. With --json as with --dry-run, nothing is started."""
     from mrv2.cli.output import print_json
-    from mrv2.cli.vllm_install import require_vllm
+    from mrv2.cli.vllm_install import find_vllm, require_vllm
     from mrv2.registry import Registry
 
-    install = require_vllm(WHERE)
-    _check_environment(install)
+    install = find_vllm() if dry_run or json else require_vllm(WHERE)
+    if install is not None:
+        _check_environment(install)
+    elif dry_run:
+        print("vLLM isn't installed here: this is the command for a GPU, and no release was checked", file=sys.stderr)
     registry = Registry.discover(adapters=adapter or ())
     location, entry = _find(model, registry)
     words = _command(location, entry, options or [], install)
     added = _environment(registry, entry, os.environ)
     if json:
-        about = {"model": str(location.path), "adapter": entry.label, "vllm": install.version}
+        about = {"model": str(location.path), "adapter": entry.label, "vllm": install and install.version}
         print_json(about | {"command": words, "environment": added})
         return
     shown = shlex.join([*(f"{name}={value}" for name, value in added.items()), *words])
     if dry_run:
         print(shown)
         return
+    assert install is not None
     print(f"{location.name} by adapter {entry.label} in vLLM {install.version}:\n{shown}", file=sys.stderr, flush=True)
     # In place of this process, so that signals and a supervisor's look reach vLLM itself.
     os.execve(words[0], words, os.environ | added)
@@ -92,7 +96,7 @@ def _find(model: str, registry: Registry) -> tuple[ModelLocation, AdapterEntry]:
     return location, entry
 
 
-def _command(location: ModelLocation, entry: AdapterEntry, argv: list[str], install: VllmInstall) -> list[str]:
+def _command(location: ModelLocation, entry: AdapterEntry, argv: list[str], install: VllmInstall | None) -> list[str]:
     """The whole command line of vLLM."""
     from mrv2.bridge.names import PREFIX
     from mrv2.cli import vllm_options as options
@@ -106,7 +110,7 @@ def _command(location: ModelLocation, entry: AdapterEntry, argv: list[str], inst
     added = [options.HF_OVERRIDES, overrides]
     if location.kind != "folder" and options.last(given, "--served-model-name") is None:
         added += ["--served-model-name", location.name]
-    if install.cpu and options.last(given, "--dtype") is None:
+    if install is not None and install.cpu and options.last(given, "--dtype") is None:
         added += ["--dtype", "float32"]  # as `mrv2 generate` on a CPU
     added += options.switched_off(given, entry)
     # -P: a folder called vllm here must not stand in for the package.

@@ -55,6 +55,14 @@ class StepContext(Protocol):
         ...
 
 
+class Packed(Protocol):
+    """Several projections of one input in one product; see `LayerSet.packed`."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Of `x` [num_tokens, hidden], each projection [num_tokens, part], in the order they were given in."""
+        ...
+
+
 class LayerSet(Protocol):
     """What a host offers to build models from. Layers come at the level where hosts fuse.
 
@@ -163,9 +171,9 @@ class LayerSet(Protocol):
         """RMS norm over the last axis; `layer(x) -> x`."""
         ...
 
-    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> nn.Module:
-        """Several projections of one input in one product, sharded by output. `layer.parts(x)` gives a
-        tuple of [num_tokens, part]. Checkpoint names are `<part>.weight` beside this module.
+    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> Packed:
+        """Several projections of one input in one product, sharded by output. Checkpoint names are `<part>.weight`
+        beside this module.
         """
         ...
 

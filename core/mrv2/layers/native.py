@@ -217,7 +217,7 @@ class NativeLayers(LayerSet):
         """See `LayerSet.norm`."""
         return self._norm(name, size, eps)
 
-    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> nn.Module:
+    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> PackedLinear:
         """See `LayerSet.packed`."""
         return self._packed(name, hidden_size, parts, bias)
 

@@ -250,7 +250,7 @@ class VllmLayers(SizeChecks, LayerSet):
         """See `LayerSet.norm`."""
         return self._norm(name, size, eps)
 
-    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> nn.Module:
+    def packed(self, name: str, hidden_size: int, parts: Mapping[str, int], *, bias: bool = False) -> Packed:
         """See `LayerSet.packed`."""
         for part, size in parts.items():
             self._check_divides(f"{name}, part {part}", size)
