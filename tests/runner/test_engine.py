@@ -52,6 +52,27 @@ def test_ragged_batch_equals_oracle(any_tiny, settings, runner):
     assert (parts.engine.scheduler.stats.preemptions > 0) == ("num_blocks" in settings)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("length", [32, 33, 34])
+def test_a_prompt_whose_last_chunk_is_one_token_is_still_a_prompt(tiny, length, depth):
+    """It runs among the decodes; its output is its request's first token all the same."""
+    parts = tiny("llama").engine(depth=depth, max_num_tokens=16)
+    prompt = [i % 61 for i in range(length)]
+    request = parts.intake.request("a", prompt, GREEDY)
+    parts.engine.add([request])
+    while parts.engine.scheduler.stats.generated_tokens < 3:
+        parts.engine.step()
+    assert request.first_token is not None
+    assert parts.engine.scheduler.stats.prefill_tokens == length
+    again = parts.intake.request("b", prompt, GREEDY)  # finds what has been confirmed, while the other still runs
+    parts.engine.add([again])
+    while parts.engine.has_work:
+        parts.engine.step()
+    assert again.num_cached_tokens == (length - 1) // 16 * 16
+    want = tiny("llama").oracle(prompt, 20)
+    assert [r.tokens_np[length:].tolist() for r in (request, again)] == [want, want]
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_what_has_ended_is_told_before_its_blocks_are_given_back(tiny, idle):
     parts = tiny("llama").engine(depth=2)

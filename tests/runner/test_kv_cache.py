@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv2.attn.groups import AttentionCache, choose_block_size, make_groups
+from mrv2.attn.kv_memory import allocate_pages, bind_caches, choose_num_blocks, page_sizes
 from mrv2.attn.specs import CacheTensor, PerRequest, PerToken
 from mrv2.errors import CacheTooSmallError
 from mrv2.runner.block_pool import BlockPool
 from mrv2.runner.kv_cache import KVCacheManager, PrefixHit, extend_hashes
-from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, page_sizes
 from mrv2.runner.state_slots import StateSlots
 
 BLOCK, ROWS, MAX_LEN, WINDOW = 4, 4, 64, 10

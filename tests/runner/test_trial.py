@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrv2.attn import kv_memory
+from mrv2.attn.kv_memory import choose_num_blocks
 from mrv2.errors import CacheTooSmallError, UnsupportedError
 from mrv2.frontend.build import _forward
-from mrv2.runner import kv_memory
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.kv_memory import choose_num_blocks
 from mrv2.runner.runner import Runner
 from mrv2.runner.trial import largest_plan, measure_step
 from mrv2.state.view import Limits

@@ -12,6 +12,7 @@ from torch import nn
 
 from mrv2.adapter import require
 from mrv2.attn.groups import AttentionCache, KVGroup, LayerSpec, choose_block_size, make_groups
+from mrv2.attn.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
 from mrv2.attn.specs import PerRequest
 from mrv2.config import ModelConfig, load_model_config
 from mrv2.debug.canaries import WatchedPool
@@ -38,7 +39,6 @@ from mrv2.runner.forward import ForwardPass
 from mrv2.runner.graphs import GraphStats, default_plan
 from mrv2.runner.intake import Intake, RequestLimits
 from mrv2.runner.kv_cache import KVCacheManager
-from mrv2.runner.kv_memory import allocate_pages, bind_caches, choose_num_blocks, free_memory, page_sizes
 from mrv2.runner.runner import Runner
 from mrv2.runner.scheduler import Scheduler
 from mrv2.runner.sync import SyncRunner

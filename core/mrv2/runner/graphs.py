@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from mrv2.errors import GraphCaptureError
@@ -30,6 +31,8 @@ programs that end at once; an adapter's kernel may read as far as the bound."""
 SMALLEST_PROMPTS, PROMPT_REQS = 16, 64
 """Tokens of prompts, after padding, of the smallest step of them; requests that all of them have room for. Launching
 one by one takes the host as long for ten tokens as for a thousand, and requests cost hardly more than their logits."""
+
+NO_ROOM = "there was no memory to capture it: grant the KV cache less, with kv_memory / --kv-memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ class StepGraphs:
         self._kinds: set[tuple[int, SamplerNeeds | None]] = set()  # context and sampler of keys that have occurred
         self._wanted: deque[GraphKey] = deque()  # keys of those kinds, the largest first, and of prompts
         self._met: set[GraphKey] = set()  # keys of prompts that have occurred
+        self._no_room: set[GraphKey] = set()  # keys for whose graphs there was no memory
         self._last: _Found | None = None
 
     def find(
@@ -174,14 +178,16 @@ class StepGraphs:
             self.stats.replays += 1
             return last.replay
         key = find_key(self.plan, num_reqs, max_seq_len, sampler)
-        if isinstance(key, str):
-            if key not in self.stats.eager:
-                warnings.warn(f"a step of {num_reqs} decodes runs without a CUDA graph: {key}", stacklevel=2)
-            self.stats.eager[key] = self.stats.eager.get(key, 0) + 1
+        replay, why = None, key if isinstance(key, str) else NO_ROOM
+        if isinstance(key, GraphKey):
+            self._want(key)
+            replay = self._replays.get(key) or (None if key in self._no_room else self._capture(key))
+        if replay is None or isinstance(key, str):
+            if why not in self.stats.eager:
+                warnings.warn(f"a step of {num_reqs} decodes runs without a CUDA graph: {why}", stacklevel=2)
+            self.stats.eager[why] = self.stats.eager.get(why, 0) + 1
             return None
-        self._want(key)
         self.stats.replays += 1
-        replay = self._replays.get(key) or self._capture(key)
         above = max((n for n in self.plan.max_seq_lens if n < key.max_seq_len), default=0)
         self._last = _Found(num_reqs, above, key, replay)
         return replay
@@ -213,17 +219,27 @@ class StepGraphs:
         # The largest first: what it needs is enough for the others.
         prompts = [key for key in self._largest(samplers) if key.num_tokens and key.sampler is not None]
         self._wanted = deque([*prompts, *sorted(self._wanted, key=lambda key: -key.num_reqs)])
-        while self.capture_next():
-            pass
+        while (wanted := self._next_wanted()) is not None:
+            self._capture(wanted)
 
     def capture_next(self) -> bool:
-        """Capture one that may soon be needed; False: there is none."""
+        """Capture one that may soon be needed; False: there is none. One that can't be had is no error until a step
+        needs it.
+        """
+        key = self._next_wanted()
+        if key is not None:
+            try:
+                self._capture(key)
+            except GraphCaptureError as error:
+                warnings.warn(str(error), stacklevel=2)
+        return key is not None
+
+    def _next_wanted(self) -> GraphKey | None:
         while self._wanted:
             key = self._wanted.popleft()
-            if key not in self._replays:
-                self._capture(key)
-                return True
-        return False
+            if key not in self._replays and key not in self._no_room:
+                return key
+        return None
 
     def rehearse(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Run the largest steps eagerly, for what they compile and allocate."""
@@ -253,11 +269,15 @@ class StepGraphs:
             self._kinds.add(kind)
             self._wanted.extend(GraphKey(n, *kind) for n in reversed(self.plan.num_reqs))
 
-    def _capture(self, key: GraphKey) -> Callable[[], Captured | None]:
+    def _capture(self, key: GraphKey) -> Callable[[], Captured | None] | None:
+        """None: there is no memory for it."""
         start = time.perf_counter()
         try:
             self._dry_run(key)
             replay = self._recorder.record(lambda: self._body(key))
+        except torch.OutOfMemoryError:
+            self._no_room.add(key)
+            return None
         except Exception as error:
             raise GraphCaptureError(
                 f"a step of {_described(key)} can't be captured: {type(error).__name__}: {error}",

@@ -77,6 +77,12 @@ class Runner:
         if own_kernels or self._state.graph_support() is not GraphSupport.ALWAYS:
             # A kernel of an adapter's may go as far as `max_query_len`, which would be all tokens of the step.
             plan = replace(plan, num_tokens=())
+        limits = self._state.limits
+        plan = GraphPlan(
+            num_reqs=_within(plan.num_reqs, limits.max_rows),
+            max_seq_lens=_within(plan.max_seq_lens, limits.max_model_len),
+            num_tokens=_within(plan.num_tokens, limits.max_num_tokens),
+        )
         self.graphs = StepGraphs(plan, body=self._launch, dry_run=self._launch_padding, recorder=recorder)
         return self.graphs
 
@@ -233,3 +239,8 @@ class Runner:
     def _launch_padding(self, key: GraphKey) -> None:
         self._buffers.send(None, -1)
         self._launch(key)
+
+
+def _within(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Ascending, and none larger than a step can be: an adapter's plan may be the same for engines of any size."""
+    return tuple(sorted({min(size, most) for size in sizes if size > 0}))

@@ -321,7 +321,8 @@ class Scheduler:
         rows_np, columns, steady = plan.rows_np, self.columns, self._steady
         alike = not (batch.prompts or batch.short or self.kv.keeps_states)
         if not alike or (columns.scheduled_ub_np[rows_np] <= columns.prefill_len_np[rows_np]).any():
-            self._steady = None
+            # A steady batch that follows gets an array of its own, so that no step before it is taken for one of its.
+            self._steady = self._running_np = None
             return
         if steady is None or steady.rows_np is not rows_np:
             steady = self._steady = SteadyBatch(columns, rows_np, self.kv.no_writes, plan.max_seq_len)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mrv2.api import RequestData
 from mrv2.attn.groups import choose_block_size, make_groups
+from mrv2.attn.kv_memory import allocate_pages, bind_caches, page_sizes
 from mrv2.attn.triton import TritonAttention
 from mrv2.frontend.build import LoadedModel
 from mrv2.runner.forward import ForwardPass
-from mrv2.runner.kv_memory import allocate_pages, bind_caches, page_sizes
 from mrv2.sample.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.input_buffers import InputBuffers
