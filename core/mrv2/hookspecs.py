@@ -125,6 +125,17 @@ def mrv2_logits_processors(ctx: AdapterContext) -> Sequence[Any] | None:
 def mrv2_test_target(ctx: AdapterContext) -> object | None:
     """An `mrv2.testing.Target`: small configs, a reference (callable, file, or none), tolerances. For `mrv2 check`.
 
+    ```python
+    @mrv2.hookimpl
+    def mrv2_test_target(ctx):
+        from mrv2.testing import Target, tiny_config
+
+        return Target(configs={"small": tiny_config(AcmeConfig)}, reference=Reference)
+    ```
+
+    `Reference(folder)` opens a small config's checkpoint and returns what takes token ids and gives logits;
+    `reference=None` leaves the proof to invariances. `mrv2 new-adapter` writes a whole one.
+
     None: a test class, or a checkpoint given to `mrv2 check`, has to say it.
 
     Called: by the conformance kit only, with the first of the manifest's architectures; never when a model runs.

@@ -90,6 +90,35 @@ MISSING = {
 }
 
 
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+TURNED = {
+    "share": ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`: the model follows it;"),
+    "both": (
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "`partial_rotary_factor`, `rope_scaling`: the model follows them;",
+    ),
+    "older": ({"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_scaling`: the model follows it;"),
+    "within": ({"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}, "`rope_parameters`: the model follows it;"),
+    "new": (
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}},
+        "`rope_parameters`: the model follows it;",
+    ),
+    "nested": ({"rope_parameters": {"sliding_attention": ROPE}}, "`rope_parameters`: one per layer type; `Block`"),
+    "whole": ({"partial_rotary_factor": 1.0, "rope_scaling": None}, ""),
+    "once": ({"rope_scaling": {"type": "linear", "factor": 1.0}}, ""),
+    "plain": ({"rope_parameters": ROPE | {"partial_rotary_factor": 1}}, ""),
+}
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_rotary_positions_that_the_answer_does_not_follow_are_told(case, scaffolded):
+    changes, words = TURNED[case]
+    _, open_ = scaffolded(**OWN | changes)
+    assert [point.startswith(words) for point in open_] == ([True] if words else [])
+    if "follows" in words:
+        assert "the answer and the small configs in `testing.py` don't yet" in open_[0]
+
+
 @pytest.mark.parametrize("case", MISSING)
 def test_an_unsupported_architecture_is_scaffolded_and_told_what_is_missing(case, scaffolded, make, contents, capsys):
     make("plain", "--kind", "decoder")

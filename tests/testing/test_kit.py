@@ -99,7 +99,7 @@ def test_a_failure_reads_as_a_finding(pytester, heron):
     assert done.ret == 1
     assert "compared: whole prompts, alone, with the reference (Reference)" in text
     assert "first difference: request 1 (5 tokens), position 1: log-probabilities differ by" in text
-    assert "1. the scale of scores, or a soft cap" in text
+    assert "2. the scale of scores, a soft cap, or norms of queries and keys" in text
     assert "Traceback" not in text
 
 

@@ -167,3 +167,5 @@ def _print(report: Report, wanted: Collection[Level]) -> None:
     missing = [s.level.value for s in report.levels if s.level in wanted and not s.passed]
     if missing and not report.failures:
         print(f"{', '.join(missing)} didn't pass in full, and had to")
+        if not configs:
+            print("fix: add the hook `mrv2_test_target` (docs/hooks.md), or a test class (README.md, Prove it)")

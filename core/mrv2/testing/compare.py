@@ -22,6 +22,12 @@ UNWRITTEN = (
 )
 """Likeliest cause of a value that is no number, of a model that gives numbers on its own."""
 
+OF_THE_STEP = (
+    "`forward` takes something from the whole step (`positions[0]`, a maximum, a mean) instead of each token's own "
+    "`positions`"
+)
+"""Cause of a prompt that differs by how it is cut into steps, or by who else is in them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
@@ -86,7 +92,7 @@ def require_close(
     if float(gap[at]) == float("inf"):
         causes = (UNWRITTEN, *causes)
     hinted = [cause for at_, cause in hints if (at_ <= first <= at_ + 2 if at_ else not first)]
-    raise ConformanceFailure(compared, text, (*hinted, *causes))
+    raise ConformanceFailure(compared, text, tuple(dict.fromkeys((*hinted, *causes))))
 
 
 def _number(x: float) -> str:

@@ -11,8 +11,11 @@ from xml.etree import ElementTree
 from mrv2.templates import template_folder
 from mrv2.testing.check import Report
 from mrv2.testing.record import environment
-from mrv2.testing.results import Level, Outcome, Result
+from mrv2.testing.results import TOKEN_BY_TOKEN, Level, Outcome, Result
 from mrv2.version import __version__
+
+ANSWERS = ("weights_one_token", "attention_answer")
+"""Checks that compare with the reference."""
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -91,11 +94,14 @@ def _printable(text: str) -> str:
 
 def to_html(report: Report) -> str:
     """One file: styles and pictures are in it."""
+    wrong = {(r.config, r.level) for r in report.failures if r.check in ANSWERS}
     pictures = [
         {
             "config": r.config,
             "level": r.level.value,
             "against": r.details["against"],
+            "invariant": r.details["against"] == TOKEN_BY_TOKEN,
+            "wrong": (r.config, r.level) in wrong,
             "svg": picture(**_points(r.details)),
         }
         for r in report.results

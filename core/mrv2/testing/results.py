@@ -194,6 +194,9 @@ class LevelSummary:
 NO_REFERENCE = "there is no reference"
 """Reason of checks that need one. The level may pass without them, and says so."""
 
+TOKEN_BY_TOKEN = "the same prompt token by token"
+"""What streams are compared with where the reference has none to show (`against` of the details)."""
+
 
 def summarize(results: Iterable[Result]) -> tuple[LevelSummary, ...]:
     """All four levels, run or not."""

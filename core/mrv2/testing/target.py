@@ -79,6 +79,11 @@ TINY: Mapping[str, Any] = {
 }
 """As small as every host takes: vLLM's attention on a CPU wants heads of 32."""
 
+EPSILON = 0.02
+"""Of norms: no model's own, and large enough to be missed where a model has another, whatever scales its embeddings."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+"""Names that configs have for it."""
+
 
 def tiny_config(config_class: type | str, **changes: Any) -> Any:
     """A small config of a transformers class, or of one that is built alike.
@@ -95,6 +100,7 @@ def tiny_config(config_class: type | str, **changes: Any) -> Any:
     known = inspect.signature(config_class).parameters
     others = any(p.kind is p.VAR_KEYWORD for p in known.values())
     tiny = {k: v for k, v in TINY.items() if others or k in known}
+    tiny |= {k: EPSILON for k in EPSILONS if k in known or (others and hasattr(config_class, k))}
     if "head_dim" not in tiny:  # heads divide the hidden size then
         tiny["hidden_size"] = TINY["num_attention_heads"] * TINY["head_dim"]
     return config_class(**(tiny | changes))

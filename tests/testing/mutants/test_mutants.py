@@ -27,6 +27,7 @@ class Mutant:
     new: str
     says: str  # in a failure: what is compared, or where
     cause: str = ""  # in the first failure, which a reader sees first: its first cause
+    told: str = ""  # among the first two causes of the first failure
 
 
 MODEL, STATE, HOOKS, TOML = "model.py", "state.py", "__init__.py", "adapter.toml"
@@ -104,6 +105,11 @@ MUTANTS = [
     Mutant(
         "the scale of the embeddings forgotten", "weights", MODEL,
         "scale = self.embed_scale * (1", "scale = (1", "a scale of embeddings",
+    ),
+    Mutant(
+        "a residual left out", "weights", MODEL,
+        "return Stream(self.o_proj(self.attn(q, k, v, ctx)), residual)",
+        "return Stream(self.o_proj(self.attn(q, k, v, ctx)), torch.zeros_like(residual))", "a residual that is left out",
     ),
     # -- inputs
     Mutant(
@@ -201,23 +207,40 @@ MUTANTS = [
         "stored a token too early", "a state isn't the one after the step's last token",
     ),
     # -- attention
-    Mutant("a forgotten window", "attention", MODEL, "{0: c.look_back, 2", "{0: None, 2", "a window"),
-    Mutant("a window of one more", "attention", MODEL, "{0: c.look_back, 2", "{0: c.look_back + 1, 2", "a window"),
-    Mutant("another scale", "attention", MODEL, "scale=c.query_scale,", "scale=c.head_dim**-0.5,", "the scale of scores"),
+    Mutant("a forgotten window", "attention", MODEL, "{0: c.look_back, 2", "{0: None, 2", "a window", told="a window"),
+    Mutant(
+        "a window of one more", "attention", MODEL, "{0: c.look_back, 2", "{0: c.look_back + 1, 2", "a window",
+        told="a window",
+    ),
+    Mutant(
+        "another scale", "attention", MODEL, "scale=c.query_scale,", "scale=c.head_dim**-0.5,", "the scale of scores",
+        told="the scale of scores",
+    ),
+    Mutant(
+        "queries that are normalised", "attention", MODEL,
+        "        q, k = self.rotary(", "        q = torch.nn.functional.rms_norm(q, (self.head_dim,))\n        q, k = self.rotary(",
+        "norms of q and k", told="norms of queries and keys",
+    ),
     Mutant(
         "rotated pairs in another layout", "attention", MODEL,
         "            tensor = tensor.unflatten(0, (-1, 16, 2)).transpose(1, 2).flatten(0, 2)\n", "            pass\n",
-        "interleaved pairs where halves are meant",
+        "interleaved pairs or halves", told="rotation",
     ),
     Mutant(
         "another base of rotation", "attention", MODEL,
         '"rope_theta": c.rope_theta', '"rope_theta": 5e5', "whole prompts, alone, with the reference",
+        told="rotation",
+    ),
+    Mutant(
+        "half of each head rotated", "attention", MODEL,
+        '"rope_theta": c.rope_theta', '"rope_theta": c.rope_theta, "partial_rotary_factor": 0.5',
+        "which share of each head is rotated", told="rotation",
     ),
     Mutant(
         "a slot of -1 as an index", "attention", MODEL,
         '        write_tokens(cache["v"], meta, v)\n',
         '        slot = meta.slot_mapping\n        cache["v"][slot // meta.block_size, slot % meta.block_size] = v\n',
-        "changed block",
+        "changed block", told="slot",
     ),
     Mutant(
         "a cache written past the end", "attention", MODEL,
@@ -376,4 +399,6 @@ def test_a_mutant_fails_in_its_suite(mutant, tmp_path):
     assert first.suite == mutant.suite, f"{first.label}: {first.message}"
     assert any(mutant.says in r.message for r in report.failures), "\n".join(r.message for r in report.failures)
     assert mutant.cause in first.message
+    likeliest = [line for line in first.message.splitlines() if line.startswith(("  1. ", "  2. "))]
+    assert mutant.told in "\n".join(likeliest), first.message
     assert not isinstance(first.message, Mrv2Error)

@@ -13,12 +13,17 @@ from mrv2.errors import CacheWriteError, PoisonReadError, StaleStepError, Target
 from mrv2.layers.base import Stream
 from mrv2.manifest import Capability
 from mrv2.testing.bench import CONTEXT, Bench, Fed, run_alone
-from mrv2.testing.compare import Pair, describe, errors, require_close
+from mrv2.testing.compare import OF_THE_STEP, Pair, describe, errors, require_close
 from mrv2.testing.generated import engine, generate
-from mrv2.testing.results import NO_REFERENCE, ConformanceFailure, Level, NotApplicable, check
+from mrv2.testing.results import NO_REFERENCE, TOKEN_BY_TOKEN, ConformanceFailure, Level, NotApplicable, check
 from mrv2.testing.subject import Case
 
 LENS = (1, 5, 23, 8, 13, 2)
+
+ROTATION = (
+    "rotation: which share of each head is rotated (partial_rotary_factor), interleaved pairs or halves (how q and k "
+    "are stored), base or scaling"
+)
 
 
 def _hints(case: Case) -> list[tuple[int, str]]:
@@ -47,8 +52,8 @@ def _check_window(case: Case) -> None:
 def answer(case: Case) -> dict[str, Any] | None:
     """Prompts of all lengths, up to the whole context, are computed as the reference computes them.
 
-    Where the first difference lies tells most: at the second token, positions, scale or the heads' order; at the
-    window's size, the window (M5); late and growing, rotation.
+    Where the first difference lies tells most: at the second token, rotation, scale, norms of q and k, or the heads'
+    order; at the window's size, the window (M5).
     """
     _check_window(case)
     if case.answer is None:
@@ -64,11 +69,10 @@ def answer(case: Case) -> dict[str, Any] | None:
         compared=f"whole prompts, alone, with the reference ({case.answer.name})",
         tolerance=case.tolerance,
         causes=[
-            "the scale of scores, or a soft cap",
-            "rotation: interleaved pairs where halves are meant (how q and k are stored), another base or scaling",
+            ROTATION,
+            "the scale of scores, a soft cap, or norms of queries and keys (left out, or exchanged)",
             "query heads paired with other key heads, or q, k and v in another order in a packed tensor",
             "a window, forgotten or counted differently",
-            "norms of queries and keys",
         ],
         hints=[(0, "a token sees what comes after it, or what lies beyond the request's length"), *_hints(case)],
     )
@@ -88,7 +92,7 @@ def layers(case: Case) -> dict[str, Any]:
     if case.answer is not None and case.answer.layers is not None:
         what, others = f"the reference ({case.answer.name})", case.answer.layers(ids)
     else:
-        what = "the same prompt token by token"
+        what = TOKEN_BY_TOKEN
         with _watched(case.loaded.module) as seen:
             bench, request = Bench(case.loaded, device=case.device), Fed(ids)
             bench.add(request, 0)
@@ -111,6 +115,7 @@ def layers(case: Case) -> dict[str, Any]:
             f"layer {wrong[0]}, position {int((~(gaps[wrong[0]] <= bound)).nonzero()[0, 0])}: relative difference "
             f"{dict(figures)[wrong[0]]:.3g}, allowed is {bound:g}; {len(wrong)} of {len(figures)} layers differ",
             [
+                *([OF_THE_STEP] if what == TOKEN_BY_TOKEN else []),
                 "what this layer does, or what comes before it if it is the first",
                 "its cache: an entry written in another token's slot, or read beyond the request's length",
             ],
@@ -158,10 +163,13 @@ def batches(case: Case) -> None:
         for row, request in enumerate(requests):
             bench.add(request, row)
         got = bench.run(requests, chunks=chunks, padding=padding)
-        _compare(case, requests, got, f"in chunks of {', '.join(map(str, chunks))}" if chunks else "whole", padding)
+        _compare(case, requests, got, chunks, padding)
 
 
-def _compare(case: Case, requests: Sequence[Fed], got: Sequence[Tensor], how: str, padding: tuple[int, int]) -> None:
+def _compare(
+    case: Case, requests: Sequence[Fed], got: Sequence[Tensor], chunks: Sequence[int], padding: tuple[int, int]
+) -> None:
+    how = f"in chunks of {', '.join(map(str, chunks))}" if chunks else "whole"
     pairs = [
         Pair(
             request=describe(i, r.ids, r.options),
@@ -176,12 +184,12 @@ def _compare(case: Case, requests: Sequence[Fed], got: Sequence[Tensor], how: st
         "whole and alone",
         tolerance=case.tolerance,
         causes=[
+            OF_THE_STEP,
             "a kernel takes its tokens' positions from the step instead of from meta.computed",
             "entries past seq_lens are read, or those of another request (block_table of another row)",
             "a padded token's slot of -1 is used as an index and hits the last slot",
-            "something of the whole batch enters (a sum or a mean over all tokens)",
         ],
-        hints=_hints(case),
+        hints=[*((n, OF_THE_STEP) for n in chunks[:1]), *_hints(case)],
     )
 
 

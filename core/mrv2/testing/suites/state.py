@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mrv2.attn.specs import PerRequest
+from mrv2.manifest import Capability
+from mrv2.model_state.default import DefaultModelState
 from mrv2.testing.bench import Bench, Fed, run_alone
-from mrv2.testing.compare import Pair, describe, require_close, right_alone
+from mrv2.testing.compare import OF_THE_STEP, Pair, describe, errors, require_close, right_alone
 from mrv2.testing.results import ConformanceFailure, Level, NotApplicable, NotRun, check
 from mrv2.testing.subject import Case
 
@@ -101,11 +103,13 @@ def adding_only_stages(case: Case) -> None:
 def rows_are_not_batch_positions(case: Case) -> None:
     """Requests on any rows, in any order of the batch, are computed as each of them alone (R1).
 
-    State follows the row (`view.rows`), or the slot (`meta.state_slots`), never the position in the batch, which is
-    another one in the next step.
+    State, if there is any, follows the row (`view.rows`), or the slot (`meta.state_slots`), never the position in the
+    batch, which is another one in the next step.
     """
     prompts = case.prompts((7, 3, 12, 5), seed=10)
     _require_right(case, prompts[2])
+    if keeps_nothing := _keeps_nothing(case):
+        _require_steps(case, prompts[2])
     requests = [Fed(p, case.option(i)) for i, p in enumerate(prompts)]
     bench = Bench(case.loaded, device=case.device)
     for request, row in zip(requests, (5, 0, 7, 2), strict=True):
@@ -127,10 +131,13 @@ def rows_are_not_batch_positions(case: Case) -> None:
         pairs,
         compared="requests on scattered rows, in an order that changes from step to step, with each alone",
         tolerance=case.tolerance,
-        causes=[
+        causes=[OF_THE_STEP]
+        if keeps_nothing
+        else [
             "something kept per request is indexed by its position in the batch: use view.rows",
             "a kernel finds its state by position: use meta.state_slots (load_state, store_state)",
             "a state isn't the one after the step's last token, or a new request's isn't started anew",
+            OF_THE_STEP,
         ],
     )
 
@@ -145,8 +152,30 @@ def _require_right(case: Case, ids: Sequence[int]) -> None:
         raise NotRun("whole prompts alone aren't right either: see the suite attention")
 
 
+def _require_steps(case: Case, ids: Sequence[int]) -> None:
+    """Of a model without state, a prompt that depends on how it is cut is the suite attention's to explain."""
+    if not case.subject.offers(Capability.CHUNKED_PREFILL):
+        return
+    bench, request = Bench(case.loaded, device=case.device), Fed(ids)
+    bench.add(request, 0)
+    (got,) = bench.run([request], chunks=(_take(request), 1))
+    gap = errors(Pair(request="", got=got, want=run_alone(case.loaded, ids, {}, device=case.device)))
+    if float(gap.max()) > case.tolerance:
+        raise NotRun("a prompt in chunks, alone, isn't right either: see the suite attention")
+
+
+def _has_states(case: Case) -> bool:
+    return any(isinstance(spec, PerRequest) for spec in case.loaded.caches.values())
+
+
+def _keeps_nothing(case: Case) -> bool:
+    """Whether the model has neither state nor inputs of its own: caches of tokens are the host's to address."""
+    module: nn.Module = case.loaded.module
+    return case.loaded.state_class is DefaultModelState and not module.parts and not _has_states(case)
+
+
 def _require_states(case: Case) -> None:
-    if not any(isinstance(spec, PerRequest) for spec in case.loaded.caches.values()):
+    if not _has_states(case):
         raise NotApplicable("no layer keeps a state per request")
 
 

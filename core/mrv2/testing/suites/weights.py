@@ -228,6 +228,7 @@ def one_token(case: Case) -> dict[str, Any] | None:
         causes=[
             "a tensor is stored transposed, permuted, or in another's place (gate and up, for one)",
             "norms: weights stored as an offset from one, another epsilon, or a norm before instead of after",
+            "a residual that is left out, or added twice",
             "another activation, or a scale of embeddings, residuals or logits that is left out",
             "the head is tied and was read as untied, or the other way round",
         ],
