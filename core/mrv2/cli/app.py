@@ -86,6 +86,7 @@ COMMANDS: Mapping[str, Command] = {
         "Compare a model with a reference module by module, or with itself in ever more of the ways it is served.",
         (
             "mrv2 parity ./model --html parity.html",
+            "mrv2 parity ./model --reference my_training:build --names names.json",
             "mrv2 parity ./model --ladder",
         ),
         wrong="something differs",
