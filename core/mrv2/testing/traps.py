@@ -174,7 +174,7 @@ TRAPS: tuple[Callable[[Difference], str], ...] = (
 def _usual(d: Difference) -> Iterator[str]:
     module, last = d.modules.get(d.name), d.name.rpartition(".")[2]
     if d.kind == LOGITS and not any(name in d.theirs for name in d.ours if name != LOGITS):
-        yield "anything in the model: modules weren't compared; give the reference as a torch module, or record activations"
+        yield "anything in the model: modules weren't compared; give the reference as a module, or record activations"
     elif d.kind == LOGITS:
         yield "what follows the head: a scale of logits or a soft cap, on one side only"
         yield "the head's weight: tied to the embedding on one side, or a bias left out"
