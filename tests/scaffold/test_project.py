@@ -27,7 +27,7 @@ def passed(summary):
 
 def test_the_tutorial_is_a_decoder_from_nothing_to_a_wheel_elsewhere(fresh, elsewhere):
     parts = re.findall(r"(<!-- elsewhere -->\n)?```(bash|diff)\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)
-    assert len(parts) == 9
+    assert len(parts) == 10
     printed = {}
     fresh.bash("true", cwd=fresh.work)
     for at, language, text in parts:
@@ -41,13 +41,15 @@ def test_the_tutorial_is_a_decoder_from_nothing_to_a_wheel_elsewhere(fresh, else
             assert "mrv2_adapter_acme/conformance.json" in zipfile.ZipFile(dist).namelist()
             shutil.copytree(dist.parent, elsewhere.work / "dist")
             printed[text] = elsewhere.bash(text, cwd=elsewhere.work)
-    made, tested, _, refused, _, checked, ran, _, there = printed.values()
+    made, tested, _, refused, _, checked, ran, beside, _, there = printed.values()
     assert re.search(r"^acme +mrv2-adapter-acme +0\.1\.0 .* ok$", made, re.M)
     assert "Success: no issues found" in tested
     assert passed(tested)
     assert "model.layers.0.self_attn.q_proj.bias" in refused
     assert passed(checked)
     assert len(re.findall(r"\d+", ran.splitlines()[-1])) >= 5
+    assert "the only point, logits, agrees" in beside
+    assert "modules weren't compared" in beside
     assert re.search(r"^acme .*L0 L1.* ok$", there, re.M)  # the record came along
     assert passed(there)
 

@@ -300,7 +300,8 @@ def test_every_command_takes_the_project_folder(heron, tmp_path, monkeypatch):
         done = mrv2("show", "heron", "--adapter", given, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["manifest"] == str(package / "adapter.toml")
-    model = Subject(str(package)).case("heron", Level.CPU).folder
+    subject = Subject(str(package))  # kept: its checkpoints go with it
+    model = subject.case("heron", Level.CPU).folder
     with LLM(str(model), adapters="acme", device="cpu") as llm:
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 2, 3]}\n')

@@ -85,7 +85,7 @@ COMMANDS: Mapping[str, Command] = {
         "mrv2.cli.parity:command",
         "Compare a model with a reference module by module, or with itself in ever more of the ways it is served.",
         (
-            "mrv2 parity ./model --html parity.html",
+            "mrv2 parity ./model --reference my_training:build --html parity.html",
             "mrv2 parity ./model --ladder",
         ),
         wrong="something differs",

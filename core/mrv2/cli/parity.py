@@ -27,12 +27,18 @@ Reference = Annotated[
         "--reference",
         metavar="WHAT",
         help="transformers; a .safetensors or .npz file of recorded activations; or MODULE:FUNCTION, which takes the "
-        "checkpoint's folder and gives a torch module.",
+        "checkpoint's folder and gives a torch module (compared module by module), or a function of token ids that "
+        "gives logits (only those are compared).",
     ),
 ]
 Names = Annotated[
     Path | None,
-    typer.Option("--names", metavar="FILE", help="JSON: regular expressions for the reference's names to ours."),
+    typer.Option(
+        "--names",
+        metavar="FILE",
+        help="JSON: regular expressions for the reference's module names, and what takes their place in ours, such as "
+        '{"^blocks\\\\.": "model.layers."}. The adapter\'s own weight map is tried anyway.',
+    ),
 ]
 Ladder = Annotated[
     bool, typer.Option("--ladder", help="Instead: run it in ever more of the ways in which it is served.")
@@ -142,23 +148,32 @@ def _write(parity: Parity, html: Path) -> None:
 
 def _print(parity: Parity) -> None:
     from mrv2.testing.parity import bars
+    from mrv2.testing.points import LOGITS
 
     print(f"{parity.model} with {parity.adapter}, beside {parity.reference}")
     print(
         f"{parity.num_tokens} tokens, {parity.dtype}; differences as a share of the largest value, | {parity.bound:g}\n"
     )
-    print("\n".join(bars(parity.depth, parity.bound)))
-    first = parity.first
+    ends = [p for p in parity.points if p.name == LOGITS and p not in parity.depth]
+    print("\n".join(bars([*parity.depth, *ends], parity.bound)))
+    first, growth, count = parity.first, parity.growth, len(parity.points)
+    if growth is not None:
+        print(f"\nwarning: within the bound, but the error grows {growth}")
     if first is None:
-        print(f"\nall {len(parity.points)} points{' of the same shape' if parity.misshapen else ''} agree")
+        all_ = f"all {count} points" if count > 1 else f"the only point, {parity.points[0].label},"
+        agree = "agree" if count > 1 else "agrees"
+        print(f"\n{all_}{' of the same shape' if parity.misshapen else ''} {agree}{' within it' if growth else ''}")
     else:
         points = list(parity.points)
         at = points.index(first)
         print("\naround the first difference, in the order in which the model runs:")
         print("\n".join(bars(points[max(at - 3, 0) : at + 3], parity.bound)))
         print(f"\nfirst difference: {first.label}, position {first.position}: {first.error:.3g}")
-        print("likely causes, in this order:")
+    if parity.causes:
+        print(f"likely causes{' of the growth' if growth else ''}, in this order:")
         print("\n".join(f"  {n}. {cause}" for n, cause in enumerate(parity.causes, 1)))
+    for what, why in parity.uncompared.items():
+        print(f"{what} weren't compared: {why}")
     for what, names in (("of another shape", parity.misshapen), ("without a counterpart here", parity.unmatched)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""

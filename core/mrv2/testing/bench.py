@@ -207,9 +207,14 @@ class Bench:
     @torch.inference_mode()
     def logprobs(self, hidden: Tensor) -> Tensor:
         """[n, vocab] float32 on the CPU."""
+        return self.logits(hidden).float().cpu().log_softmax(-1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab], as the head gives them."""
         head: Any = self.module.lm_head
         logits: Tensor = head(hidden)
-        return logits.float().cpu().log_softmax(-1)
+        return logits
 
 
 def _writes(row: int, blocks: Sequence[int]) -> BlockWrites:
@@ -231,3 +236,10 @@ def run_alone(
     bench, request = Bench(loaded, device=device, poison=poison), Fed(ids, options)
     bench.add(request, 0)
     return bench.run([request])[0]
+
+
+def logits_alone(loaded: LoadedModel, ids: Sequence[int], *, device: str) -> Tensor:
+    """Logits [len(ids), vocab] of the same, on the device."""
+    bench, request = Bench(loaded, device=device), Fed(ids)
+    bench.add(request, 0)
+    return bench.logits(bench.step([(request, len(ids))]))

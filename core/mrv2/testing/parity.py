@@ -14,35 +14,10 @@ from mrv2.errors import TargetError
 from mrv2.frontend.build import LoadedModel
 from mrv2.layers.base import WeightMap
 from mrv2.testing.activations import Activations, our_names
-from mrv2.testing.bench import CONTEXT, run_alone
-from mrv2.testing.compare import Pair, errors
+from mrv2.testing.bench import CONTEXT, logits_alone
 from mrv2.testing.observe import observe
+from mrv2.testing.points import BOUNDS, GROWTH, LOGITS, Growth, Point, bound_of, compare_points, flat, gaps, growth_of
 from mrv2.testing.traps import Difference, likely_causes
-
-BOUNDS: Mapping[torch.dtype, float] = {torch.float32: 5e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference allowed, as a share of the largest value, by the coarser of both dtypes: some hundred roundings.
-Sums in another order, and what depth adds, stay well below; every trap is far above."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One place that was compared."""
-
-    name: str  # KIND.NAME
-    error: float  # as a share of the reference's largest value
-    position: int  # the first beyond the bound, or -1
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        kind, _, name = self.name.partition(".")
-        what = {"in": "input", "q": "queries as compared, rotated", "k": "keys as compared, rotated"}.get(kind, "")
-        return f"{name} ({what})" if what else name
-
-    @property
-    def module(self) -> str:
-        """The module's name."""
-        return self.name.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +28,9 @@ class Parity:
         points: in the order in which the model runs.
         unmatched: modules of the reference that no module of ours has the name of.
         misshapen: points of both that have other shapes, and which.
-        causes: of the first difference, likeliest first.
+        growth: the first point within the bound at which the error grows all of a sudden, before any beyond it.
+        causes: of the growth, else of the first difference, likeliest first.
+        uncompared: `logits` or `modules`, if they weren't compared, to the reason.
     """
 
     model: str
@@ -65,7 +42,9 @@ class Parity:
     points: tuple[Point, ...]
     unmatched: tuple[str, ...]
     misshapen: tuple[str, ...]
+    growth: Growth | None
     causes: tuple[str, ...]
+    uncompared: Mapping[str, str]
 
     @property
     def first(self) -> Point | None:
@@ -86,7 +65,7 @@ def compare_modules(
     device: str,
     names: Sequence[tuple[str, str]] = (),
 ) -> Parity:
-    """Run the reference's sequence, whole and alone, and compare what passes between modules.
+    """Run the reference's sequence, whole and alone, and compare what passes between modules, and the logits.
 
     Args:
         loaded: the model.
@@ -95,10 +74,68 @@ def compare_modules(
         names: (regex, replacement) for the reference's names, before the adapter's weight map sees them.
 
     Raises:
-        TargetError: the reference's token ids are none of the model's, or no module of it has a name of ours.
+        TargetError: the reference's token ids are none of the model's, or nothing of it can be compared.
     """
     module: Any = loaded.module
-    count, vocab = len(reference.ids), loaded.config.vocab_size
+    ids, count = _first_ids(reference, loaded.config.vocab_size), len(reference.ids)
+    with observe(module) as seen:
+        logits = logits_alone(loaded, ids, device=device)
+    weight_map: WeightMap = getattr(type(module), "weight_map", WeightMap())
+    theirs = our_names(reference.tensors, names, weight_map, list(seen.tensors))
+    ours = {name: rows for name, t in seen.tensors.items() if (rows := flat(t, len(ids), len(ids))) is not None}
+    want = {name: rows for name, t in theirs.items() if (rows := flat(t, count, len(ids))) is not None}
+    unsaid = _add_logits(reference, logits, ours, want)
+    _without_head(module, want)
+    given = [t.dtype for t in (*theirs.values(), reference.logits) if t is not None and t.dtype in BOUNDS]
+    dtype = max([next(module.parameters()).dtype, *given], key=lambda d: BOUNDS.get(d, 0.0))
+    bound = bound_of(dtype, device)
+    points, shapes = compare_points(ours, want, len(ids), bound)
+    shapes |= {
+        name: f"{list(t.shape)}, which isn't one row for each of {count} tokens"
+        for name, t in theirs.items()
+        if name in ours and name not in want and flat(t, count, len(ids)) is None
+    }
+    if unsaid and reference.logits is not None and not reference.bare:
+        shapes[LOGITS] = unsaid
+    known = {p.module for p in points} | {name.partition(".")[2] for name in shapes}
+    uncompared = {LOGITS: unsaid} if unsaid else {}
+    if not known - {LOGITS, ""}:
+        uncompared["modules"] = _no_module(theirs, ours)
+    if not points:
+        raise _nothing(reference.name, shapes, uncompared)
+    growth = growth_of(points, bound, dtype)
+    worst = next((p for p in points if p.position >= 0), None) if growth is None else growth.point
+    causes: tuple[str, ...] = ()
+    if worst is not None:
+        at = gaps(ours[worst.name], want[worst.name])
+        limit = bound if growth is None else GROWTH * growth.before
+        difference = Difference(
+            point=worst.name,
+            position=int((~(at <= limit)).nonzero()[0, 0]) + len(ids) - len(at),
+            ours=ours,
+            theirs=want,
+            streams=seen.streams,
+            modules=dict(module.named_modules()),
+            bound=limit,
+        )
+        causes = likely_causes(difference)
+    return Parity(
+        model=loaded.name,
+        adapter=loaded.adapter,
+        reference=reference.name,
+        dtype=str(dtype).removeprefix("torch."),
+        num_tokens=len(ids),
+        bound=bound,
+        points=tuple(points),
+        unmatched=tuple(sorted({name.partition(".")[2] for name in theirs} - known)),
+        misshapen=tuple(f"{name} ({what})" for name, what in shapes.items()),
+        growth=growth,
+        causes=causes,
+        uncompared=uncompared,
+    )
+
+
+def _first_ids(reference: Activations, vocab: int) -> list[int]:
     ids = reference.ids[: CONTEXT - 1]  # of a causal model the beginning tells as much
     if not ids or not all(0 <= i < vocab for i in ids):
         raise TargetError(
@@ -106,78 +143,56 @@ def compare_modules(
             where="--reference",
             fix="record one sequence of this model's tokens",
         )
-    with observe(module) as seen:
-        run_alone(loaded, ids, {}, device=device)
-    weight_map: WeightMap = getattr(type(module), "weight_map", WeightMap())
-    theirs = our_names(reference.tensors, names, weight_map, list(seen.tensors))
-    dtype = next(module.parameters()).dtype
-    coarse = max([dtype, *(t.dtype for t in theirs.values() if t.dtype in BOUNDS)], key=lambda d: BOUNDS.get(d, 0.0))
-    bound = BOUNDS.get(coarse, BOUNDS[torch.float32])
-    ours = {name: _flat(t, len(ids), len(ids)) for name, t in seen.tensors.items()}
-    want = {name: flat for name, t in theirs.items() if (flat := _flat(t, count, len(ids))) is not None}
-    points, first, shapes = [], None, dict[str, str]()
-    for name, theirs_ in theirs.items():
-        if name in ours and name not in want:
-            shapes[name] = f"{list(theirs_.shape)}, which isn't one row for each of {count} tokens"
-    for name, got in ours.items():
-        if got is None or name not in want:
+    return ids
+
+
+def _add_logits(reference: Activations, logits: Tensor, ours: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+    """Put both sides' logits last, of the last token alone if the reference gives no more; else why not."""
+    given, n = reference.logits, len(logits)
+    if given is None:
+        return "the reference gives none"
+    mine, rows = logits.float().cpu().reshape(n, -1), flat(given, len(reference.ids), n)
+    if rows is None and len(reference.ids) == n and given.numel() == mine.shape[1]:
+        mine, rows = mine[-1:], given.float().cpu().reshape(1, -1)
+    if rows is None or rows.shape != mine.shape:
+        return f"{list(given.shape)} of the reference, {list(mine.shape)} of ours"
+    ours[LOGITS], want[LOGITS] = mine, rows
+    return ""
+
+
+def _without_head(module: Any, want: dict[str, Tensor]) -> None:
+    """Drop what the reference's head gives if its logits are something else: code follows there (a scale, a soft cap),
+    which is a part of our heads.
+    """
+    logits = want.get(LOGITS)
+    for name, part in module.named_modules():
+        head = want.get(f"out.{name}") if part is module.lm_head else None
+        if logits is None or head is None or head.shape[1] != logits.shape[1]:
             continue
-        if want[name].shape != got.shape:
-            shapes[name] = f"{want[name].shape[1]} values a token, ours {got.shape[1]}"
-            continue
-        scale = want[name].nan_to_num(0.0, 0.0, 0.0).abs().max()
-        gap = errors(Pair(request=name, got=got, want=want[name])) / max(float(scale), 1e-9)
-        wrong = (~(gap <= bound)).nonzero()
-        point = Point(name=name, error=float(gap.max()), position=int(wrong[0, 0]) if len(wrong) else -1)
-        points.append(point)
-        first = first or (point if len(wrong) else None)
-    if not points and shapes:
-        name, what = next(iter(shapes.items()))
-        raise TargetError(
-            f"nothing of {reference.name} has the shape of ours: {name} has {what}",
+        if not torch.equal(head[-len(logits) :], logits):
+            del want[f"out.{name}"]
+
+
+def _no_module(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> str:
+    if not theirs:
+        return "the reference has none"
+    some, mine = (", ".join([n for n in side if n != LOGITS][:3]) for side in (theirs, ours))
+    return f"none of the reference's has a name of ours: it has {some}, and so on, ours are {mine}, and so on"
+
+
+def _nothing(name: str, shapes: Mapping[str, str], uncompared: Mapping[str, str]) -> TargetError:
+    if shapes:
+        point, what = next(iter(shapes.items()))
+        return TargetError(
+            f"nothing of {name} has the shape of ours: {point} has {what}",
             where="--reference",
             fix="record the same checkpoint, one sequence, a row per token",
         )
-    if not points:
-        raise TargetError(
-            f"no module of {reference.name} has a name of ours: it has {', '.join(list(theirs)[:3])}, and so on",
-            where="--reference",
-            fix=f"give --names; ours are {', '.join(list(ours)[:3])}, and so on",
-        )
-    causes: tuple[str, ...] = ()
-    if first is not None:
-        difference = Difference(
-            point=first.name,
-            position=first.position,
-            ours={k: t for k, t in ours.items() if t is not None},
-            theirs=want,
-            streams=seen.streams,
-            modules=dict(module.named_modules()),
-            bound=bound,
-        )
-        causes = likely_causes(difference)
-        if not want[first.name].isfinite().all():
-            causes = ("the reference's own values aren't all numbers", *causes)
-    known = {p.module for p in points} | {name.partition(".")[2] for name in shapes}
-    return Parity(
-        model=loaded.name,
-        adapter=loaded.adapter,
-        reference=reference.name,
-        dtype=str(coarse).removeprefix("torch."),
-        num_tokens=len(ids),
-        bound=bound,
-        points=tuple(points),
-        unmatched=tuple(sorted({name.partition(".")[2] for name in theirs} - known)),
-        misshapen=tuple(f"{name} ({what})" for name, what in shapes.items()),
-        causes=causes,
+    return TargetError(
+        f"nothing of {name} can be compared: " + "; ".join(f"{what}: {why}" for what, why in uncompared.items()),
+        where="--reference",
+        fix="give --names, JSON that turns its names into ours, or a reference that gives logits",
     )
-
-
-def _flat(tensor: Tensor, count: int, n: int) -> Tensor | None:
-    """The first [n, size] in float32 of [count, ...] or [1, count, ...]; None: it isn't per token."""
-    if tensor.dim() > 1 and tensor.shape[0] == 1 and tensor.shape[1] == count:
-        tensor = tensor[0]
-    return tensor[:n].float().cpu().reshape(n, -1) if tensor.dim() and tensor.shape[0] == count else None
 
 
 def to_dict(parity: Parity) -> dict[str, Any]:
@@ -191,7 +206,11 @@ def to_dict(parity: Parity) -> dict[str, Any]:
         "tokens": parity.num_tokens,
         "bound": parity.bound,
         "first": None if first is None else {"point": first.name, "error": first.error, "position": first.position},
+        "growth": None
+        if parity.growth is None
+        else {"point": parity.growth.point.name, "from": parity.growth.before, "to": parity.growth.point.error},
         "causes": list(parity.causes),
+        "not_compared": dict(parity.uncompared),
         "points": [{"point": p.name, "error": p.error} for p in parity.points],
         "unmatched": list(parity.unmatched),
         "misshapen": list(parity.misshapen),

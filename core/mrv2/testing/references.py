@@ -35,11 +35,15 @@ class Answer:
         self.name, self.recorded, self.layers = name, tuple(recorded), layers
         self._logits = lru_cache(maxsize=256)(lambda ids, options: logits(ids, dict(options)))
 
+    def logits(self, ids: Sequence[int], options: Mapping[str, Any]) -> Tensor | None:
+        """Logits at each position, [len(ids), vocab], as the reference gives them."""
+        with torch.inference_mode():
+            return self._logits(tuple(ids), tuple(sorted(options.items())))
+
     def logprobs(self, ids: Sequence[int], options: Mapping[str, Any]) -> Tensor | None:
         """Log-probabilities at each position, [len(ids), vocab] float32."""
-        with torch.inference_mode():
-            logits = self._logits(tuple(ids), tuple(sorted(options.items())))
-            return None if logits is None else logits.float().cpu().log_softmax(-1)
+        logits = self.logits(ids, options)
+        return None if logits is None else logits.float().cpu().log_softmax(-1)
 
 
 def answer_of(reference: Callable[[Path], Any], folder: Path) -> Answer:
@@ -58,11 +62,15 @@ def answer_of(reference: Callable[[Path], Any], folder: Path) -> Answer:
             where="reference",
             fix="return what takes token ids and gives logits [len(ids), vocab]",
         )
-    takes = [p for p in inspect.signature(opened).parameters.values() if p.kind in (0, 1, 2)]
-    if len(takes) > 1:
+    if takes_options(opened):
         return Answer(lambda ids, options: opened(list(ids), options), name)
     # It knows no options, so it can't tell what they should change.
     return Answer(lambda ids, options: None if options else opened(list(ids)), name)
+
+
+def takes_options(ask: Callable[..., Any]) -> bool:
+    """Whether a function of token ids has a second parameter, for a request's options."""
+    return len([p for p in inspect.signature(ask).parameters.values() if p.kind in (0, 1, 2)]) > 1
 
 
 def transformers_reference(model_class: Any = None) -> Callable[[Path], Answer]:

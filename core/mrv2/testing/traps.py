@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mrv2.layers.linear import LinearBase, PackedLinear
 from mrv2.layers.small import Attention, RMSNorm
+from mrv2.testing.points import LOGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """`in`, `out`, `q` or `k`."""
+        """`in`, `out`, `q`, `k` or `logits`."""
         return self.point.partition(".")[0]
 
     def close(self, a: Tensor, b: Tensor) -> bool:
@@ -50,7 +52,8 @@ class Difference:
 
 def likely_causes(d: Difference) -> tuple[str, ...]:
     """Traps that the numbers show, then what is usual at such a place."""
-    return (*(text for trap in TRAPS if (text := trap(d))), *_usual(d))
+    own = () if d.want.isfinite().all() else ("the reference's own values aren't all numbers",)
+    return (*own, *(text for trap in TRAPS if (text := trap(d))), *_usual(d))
 
 
 def _residual_apart(d: Difference) -> str:
@@ -95,7 +98,7 @@ def _head_dim(d: Difference) -> int | None:
 
 
 def _rope_layout(d: Difference) -> str:
-    size = _head_dim(d)
+    size = None if d.kind == LOGITS else _head_dim(d)
     if size is None or d.got.shape[1] % size:
         return ""
 
@@ -139,6 +142,17 @@ def _norm_offset(d: Difference) -> str:
     return ""
 
 
+def _soft_cap(d: Difference) -> str:
+    if d.kind != LOGITS or _scale(d):
+        return ""
+    for a, b, how in ((d.got, d.want, "the reference's"), (d.want, d.got, "ours")):
+        sorted_, slack = b.gather(1, a.argsort(1)), d.bound * float(b.abs().max())
+        steps = sorted_.diff(dim=1)  # none falls: the order is the same
+        if bool((steps >= -slack).all()) and not d.close(a, b) and float(b.abs().max()) < float(a.abs().max()):
+            return f"a soft cap: logits have the same order on both sides, and {how} are squeezed"
+    return ""
+
+
 def _scale(d: Difference) -> str:
     factor = float((d.got * d.want).sum() / d.want.square().sum().clamp(min=1e-30))
     if abs(factor) > 1e-6 and d.close(d.got / factor, d.want):
@@ -153,12 +167,18 @@ TRAPS: tuple[Callable[[Difference], str], ...] = (
     _rope_layout,
     _norm_offset,
     _scale,
+    _soft_cap,
 )
 
 
 def _usual(d: Difference) -> Iterator[str]:
     module, last = d.modules.get(d.name), d.name.rpartition(".")[2]
-    if d.kind in ("q", "k"):
+    if d.kind == LOGITS and not any(name in d.theirs for name in d.ours if name != LOGITS):
+        yield "anything in the model: modules weren't compared; give the reference as a module, or record activations"
+    elif d.kind == LOGITS:
+        yield "what follows the head: a scale of logits or a soft cap, on one side only"
+        yield "the head's weight: tied to the embedding on one side, or a bias left out"
+    elif d.kind in ("q", "k"):
         if d.position > 0:
             yield "rotation: another base or scaling, or positions (the first token is right)"
         yield "norms of queries and keys; rotation of another layout"
@@ -172,9 +192,46 @@ def _usual(d: Difference) -> Iterator[str]:
         yield "the final norm, or what follows it: a scale of hidden states"
     elif d.kind == "in" and last.isdigit():
         yield "what comes before this layer: the embedding and its scale, or a residual"
+    elif d.kind == "in" and (given := _given_to_attention(d)):
+        yield from _within_attention(d, given)
     elif d.kind == "in":
         yield "what this projection is given: the activation, the gate, or attention's output"
     elif last.isdigit():
         yield "a residual left out or added twice within this layer, or a scale of it"
     else:
         yield "its weights: the wrong tensor, transposed, split in another order, a bias left out"
+
+
+def _given_to_attention(d: Difference) -> list[str]:
+    """Projections beside attention, and norms of what they give, if this projection takes what attention gives and all
+    of them agree: they come before it and were compared.
+    """
+    holder = d.name.rpartition(".")[0]
+    beside = {n.removeprefix(f"{holder}."): m for n, m in d.modules.items() if n.startswith(f"{holder}.")}
+    if not any(isinstance(m, Attention) for m in beside.values()):
+        return []
+    parts: list[str] = []
+    for name, module in beside.items():
+        if isinstance(module, PackedLinear):
+            parts += module.sizes
+        elif f"{holder}.{name}" != d.name and isinstance(module, LinearBase):
+            parts.append(name)
+    seen = [n for n in d.ours if n == d.point or n in d.theirs]
+    before = seen[: seen.index(d.point)]
+    if len(parts) < 3 or any(f"out.{holder}.{part}" not in before for part in parts):
+        return []
+    norms = [n for n in beside if f"out.{holder}.{n}" in before and n.endswith(("q_norm", "k_norm"))]
+    return [*parts, *norms]
+
+
+def _within_attention(d: Difference, given: list[str]) -> Iterator[str]:
+    holder = d.name.rpartition(".")[0]
+    rotated = any(name.startswith((f"q.{holder}.", f"k.{holder}.")) for name in d.theirs)
+    agree = f"{', '.join(given)} agree, what attention makes of them doesn't"
+    if d.position > 1:
+        yield f"a window: the first difference is at position {d.position}"
+    if d.position > 0:
+        rotation = "" if rotated else "rotation (its base, layout or positions), "
+        yield f"{rotation}the scale of scores, a soft cap, or a window: {agree}"
+    yield f"the order of heads, or which key heads query heads are paired with{'' if d.position > 0 else f': {agree}'}"
+    yield "a gate or a norm of attention's output"

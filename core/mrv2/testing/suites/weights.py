@@ -210,7 +210,9 @@ def one_token(case: Case) -> dict[str, Any] | None:
     """After a single token the model says what the reference says.
 
     With one token, attention has nothing to choose and rotation nothing to turn: what differs here are weights, norms,
-    activations, or the order of layers. `mrv2 parity` names the module where it begins.
+    activations, or the order of layers. `mrv2 parity MODEL --reference WHAT` names the module where it begins, if WHAT
+    has modules to compare: MODULE:FUNCTION that gives the reference as an nn.Module, or activations recorded by the
+    file that `mrv2 parity --recorder` prints. A function of token ids shows no more than its logits.
     """
     if case.answer is None:
         raise NotApplicable(NO_REFERENCE)
