@@ -1,6 +1,7 @@
 """`mrv2 bench` and `mrv2 trace` as processes, on a CPU, with a tiny model and with a config alone."""
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mrv2.bench.arms import medians, parse_arm
+from mrv2.bench import arms
+from mrv2.bench.arms import Arm, Workload, medians, parse_arm, run_arms
+from mrv2.bench.steps import measure_steps, start_decoding, stop
 from mrv2.bench.trace import Span, Trace, chrome_events
 from mrv2.bench.trace_page import draw, nested
 from mrv2.errors import CommandLineError
@@ -147,6 +150,119 @@ def test_medians_reach_into_dictionaries():
     assert medians(runs) == {"a": 2, "b": {"c": 6.0}}
 
 
+class Engines:
+    """Engines of the tiny config, and what their schedulers planned."""
+
+    def __init__(self, folder):
+        from mrv2.frontend.build import EngineConfig, load
+
+        self.loaded = load(str(folder), EngineConfig(device="cpu", weights="random"))
+
+    def __call__(self, **settings):
+        from mrv2.frontend.build import EngineConfig, assemble
+
+        return assemble(self.loaded, EngineConfig(**{"device": "cpu", "weights": "random", **settings}))
+
+
+@pytest.fixture(scope="module")
+def engines(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engines")
+    (folder / "config.json").write_text(config.read_text())
+    return Engines(folder)
+
+
+def planned(scheduler):
+    """A list that gets decodes and requests of each step planned from now on."""
+    plan, sizes = scheduler.plan, []
+
+    def noted():
+        made = plan()
+        if made is not None:
+            past_np = scheduler.columns.scheduled_ub_np > scheduler.columns.prefill_len_np
+            sizes.append((int(past_np[made.rows_np].sum()), made.num_reqs))
+        return made
+
+    scheduler.plan = noted
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompt_len", "settings"),
+    [
+        (8, 40, {"max_num_tokens": 24}),  # the first requests are far ahead of the last
+        (4, 40, {"max_chunk": 3}),
+        (2, 20, {"max_chunk": 1, "depth": 3}),
+        (16, 3, {"max_num_tokens": 16}),  # beside fifteen that decode, a token is left for a prompt
+        (3, 40, {"block_size": 5, "num_blocks": 1 + 3 * 18}),  # just enough
+    ],
+)
+def test_measured_steps_are_decodes_of_the_whole_batch(engines, batch, prompt_len, settings):
+    parts = engines(max_num_seqs=batch, **settings)
+    scheduler = parts.engine.scheduler
+    before = planned(scheduler)
+    start_decoding(parts, batch, prompt_len=prompt_len, steps=4, rng=random.Random(0))
+    assert any(sizes != (batch, batch) for sizes in before)
+    before.clear()
+    measure_steps(parts, 4)
+    assert before == [(batch, batch)] * 12
+    stop(parts, batch)
+    assert not parts.engine.has_work
+    assert scheduler.stats.preemptions == 0
+
+
+def test_steps_that_are_no_decodes_of_the_batch_are_refused(engines):
+    from mrv2.sample.params import SamplingParams
+
+    parts = engines(max_num_seqs=2, num_blocks=8)  # 112 tokens for both
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    parts.engine.add([parts.intake.request(f"step-{i}", [1, 2, 3], params) for i in range(2)])
+    for _ in range(50):
+        parts.engine.step()
+    with pytest.raises(CommandLineError, match="preempted"):
+        measure_steps(parts, 2)
+    stop(parts, 2)
+    with pytest.raises(CommandLineError, match="0 requests"):
+        measure_steps(parts, 2)
+
+
+BASE = {"device": "cpu", "weights": "random"}
+WORK = {
+    "measures": ["steps"],
+    "batches": [1],
+    "prompt_tokens": 64,
+    "new_tokens": 64,
+    "temperature": 0.0,
+    "steps": 32,
+    "requests": 2,
+    "rate": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "work", "message"),
+    [
+        ({"num_blocks": 8, "block_size": 12}, {}, "KV cache of 84"),
+        ({"num_blocks": 8, "block_size": 10}, {}, "KV cache of 70"),
+        ({"num_blocks": 8}, {"measures": ["throughput"]}, "KV cache of 112"),
+        ({"num_blocks": 8}, {"measures": ["arrivals"], "rate": 5.0}, "KV cache of 112"),
+        ({"num_blocks": 40}, {"batches": [4]}, "4 requests of .* together need .* and a has 39"),
+        ({"max_model_len": 128}, {}, "a context of 128"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_measured(engines, monkeypatch, settings, work, message):
+    monkeypatch.setattr(arms, "load", lambda *_: engines.loaded)
+    with pytest.raises(CommandLineError, match=message) as found:
+        run_arms("x", [Arm("a", settings)], BASE, Workload(**WORK | work), repeat=1)
+    assert found.value.fix
+
+
+def test_requests_that_wait_for_each_other_are_no_reason_to_refuse(engines, monkeypatch):
+    monkeypatch.setattr(arms, "load", lambda *_: engines.loaded)
+    work = WORK | {"measures": ["throughput"], "batches": [4], "new_tokens": 8}
+    report = run_arms("x", [Arm("a", {"num_blocks": 8})], BASE, Workload(**work), repeat=1)
+    assert report["arms"][0]["throughput"][0]["tokens_per_second"] > 0
+
+
 # -- trace -------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +358,7 @@ def test_a_trace_shows_steps_in_which_all_requests_decode(text_model):
 def test_device_lanes_are_drawn_and_their_gaps_told():
     host = [Span("engine", "step", 0.0, 1e-3), Span("engine", "wait", 1e-4, 9e-4)]
     device = [Span("stream 7", "first <kernel>", 0.0, 3e-4), Span("stream 7", "second", 5e-4, 1e-3)]
-    trace = Trace(host=host, device=device, steps=1, start=0.0, end=1e-3)
+    trace = Trace(host=host, device=device, steps=1, start=0.0, end=1e-3, prompts=[False])
     assert sorted(check_lanes(chrome_events(trace)["traceEvents"]).values()) == ["engine", "stream 7"]
     html = draw(trace, "a trace")
     check_self_contained(html)
