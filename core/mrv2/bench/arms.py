@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 import statistics
 import time
@@ -15,11 +16,15 @@ import torch
 
 from mrv2.bench.environment import environment
 from mrv2.bench.requests import measure_arrivals, measure_prompt, timed_batch
+from mrv2.bench.room import require_alone, require_together
 from mrv2.bench.steps import NEEDS_CUDA, measure_steps, start_decoding, stop, tokens_needed
 from mrv2.errors import CommandLineError
 from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble, load
 from mrv2.frontend.llm import LLM
 from mrv2.runner.device import choose_device, on_device
+from mrv2.sample.params import SamplingParams
+
+_PARTS = ("host_us", "device_us", "idle_us")
 
 LOAD = 0.7
 """Arrivals a second, as a share of what the first arm's largest batch has shown it can do."""
@@ -45,11 +50,19 @@ class Arm:
 
     name: str
     settings: Mapping[str, Any]
-    ready_s: list[float] = field(default_factory=list)
+    load_s: float = 0.0  # seconds until the weights were there, which arms may share
+    assemble_s: list[float] = field(default_factory=list)  # seconds from there to the first possible step
     throughput: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     arrivals: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[int, str] = field(default_factory=dict)  # batches without steps, and why
     graphs: dict[str, Any] | None = None
+
+    def keep(self, rounds: int) -> None:
+        """Forget what a round that wasn't finished has left."""
+        del self.assemble_s[rounds:]
+        for runs in (self.arrivals, *self.throughput.values(), *self.steps.values()):
+            del runs[rounds:]
 
 
 def parse_settings(text: str, *, where: str) -> dict[str, Any]:
@@ -72,10 +85,18 @@ def parse_settings(text: str, *, where: str) -> dict[str, Any]:
 
 
 def parse_arm(text: str) -> Arm:
-    """`[NAME:]name=value,…`; without a name, the settings are it."""
-    name, named, settings = text.partition(":")
-    name, settings = (name, settings) if named and "=" not in name else (text, text)
-    return Arm(name, parse_settings(settings, where=f"--arm {text}"))
+    """`[NAME:]name=value,…`; without a name, the settings are it.
+
+    Raises:
+        CommandLineError: there is no name, no setting, no such field, or no value.
+    """
+    where = f"--arm {text}"
+    name, named, given = text.partition(":")
+    name, given = (name, given) if named and "=" not in name else (text, text)
+    settings = parse_settings(given, where=where)
+    if not name.strip() or not settings:
+        raise CommandLineError("an arm has a name and settings", where=where, fix="give NAME:SETTING=VALUE")
+    return Arm(name.strip(), settings)
 
 
 def run_arms(
@@ -86,9 +107,12 @@ def run_arms(
     *,
     repeat: int,
     adapters: Sequence[str] = (),
+    title: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure all arms `repeat` times, taking turns, each time with an engine of its own.
+
+    If it is interrupted (Ctrl-C) when a round is finished, that is what is reported.
 
     Args:
         model: as for `LLM`.
@@ -97,46 +121,93 @@ def run_arms(
         workload: what is measured.
         repeat: rounds.
         adapters: as for `LLM`.
+        title: the model's name in the report; None: its own.
         progress: is told what is done now.
 
     Returns:
-        The report, which JSON can hold.
+        The report, which JSON can hold. `repeat` are the rounds in it, `load_s` and `assemble_s` the two parts of an
+        arm's way from a name to a possible step.
+
+    Raises:
+        Mrv2Error: settings or workload are wrong, which is seen before anything is loaded; or an arm can't do it.
+        KeyboardInterrupt: before the first round was finished.
     """
-    loaded: dict[tuple[Any, ...], LoadedModel] = {}
-    rate = workload.rate
-    for turn in range(repeat):
-        for arm in arms if turn % 2 == 0 else reversed(arms):
-            config = EngineConfig(**{**base, **arm.settings})
-            key = config.dtype, config.device, config.weights
-            if key not in loaded:
-                progress(f"loading {model}")
-                loaded[key] = load(model, config, adapters)
-            progress(f"round {turn + 1} of {repeat}: {arm.name}")
-            rate = _Visit(arm, loaded[key], config, workload, random.Random(turn)).run(rate)
-            gc.collect()
-            if choose_device(config.device).type == "cuda":
-                torch.cuda.empty_cache()
-    device = choose_device(EngineConfig(**{**base, **arms[0].settings}).device)
+    configs = _checked(arms, base, workload)
+    loaded: dict[tuple[Any, ...], tuple[LoadedModel, float]] = {}
+    rate, rounds = workload.rate, 0
+    try:
+        for turn in range(repeat):
+            for arm, config in list(zip(arms, configs, strict=True))[:: 1 if turn % 2 == 0 else -1]:
+                key = config.dtype, config.device, config.weights
+                if key not in loaded:
+                    progress(f"loading {title or model}")
+                    loaded[key] = _load(model, config, adapters)
+                progress(f"round {turn + 1} of {repeat}: {arm.name}")
+                found, arm.load_s = loaded[key]
+                rate = _Visit(arm, found, config, workload, turn).run(rate)
+                gc.collect()
+                if choose_device(config.device).type == "cuda":
+                    torch.cuda.empty_cache()
+            rounds += 1
+    except KeyboardInterrupt:
+        if not rounds:
+            raise
+    for arm in arms:
+        arm.keep(rounds)
+    first, _ = next(iter(loaded.values()))
     return {
         "benchmark": "bench",
-        **environment(device),
-        "model": next(iter(loaded.values())).name,
-        "architecture": next(iter(loaded.values())).config.architecture,
-        "adapter": next(iter(loaded.values())).adapter,
-        "repeat": repeat,
+        **environment(choose_device(configs[0].device)),
+        "model": title or first.name,
+        "architecture": first.config.architecture,
+        "adapter": first.adapter,
+        "repeat": rounds,
+        "interrupted": rounds < repeat,
         "settings": dict(base),
         "workload": asdict(workload),
         "arms": [_report(arm, workload) for arm in arms],
     }
 
 
+def _checked(arms: Sequence[Arm], base: Mapping[str, Any], work: Workload) -> list[EngineConfig]:
+    """Each arm's settings, if all that can be known to be wrong without a model is right."""
+    names = [arm.name for arm in arms]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise CommandLineError(
+            f"two arms are named {twice[0]!r}", where="--arm", fix="give names of their own: NAME:SETTING=VALUE"
+        )
+    if work.rate is not None and not 0 < work.rate < math.inf:
+        raise CommandLineError(f"--rate {work.rate:g}", where="mrv2 bench", fix="give a finite number above 0")
+    if "arrivals" in work.measures and work.rate is None and "throughput" not in work.measures:
+        raise CommandLineError("arrivals need a rate", where="mrv2 bench", fix="give --rate, or measure throughput too")
+    SamplingParams(temperature=work.temperature, max_tokens=work.new_tokens)
+    configs = [EngineConfig(**{**base, **arm.settings}) for arm in arms]
+    for config in configs:
+        choose_device(config.device)
+    return configs
+
+
+def _load(model: str, config: EngineConfig, adapters: Sequence[str]) -> tuple[LoadedModel, float]:
+    start = time.perf_counter()
+    found = load(model, config, adapters)
+    _wait_for(choose_device(config.device))
+    return found, round(time.perf_counter() - start, 3)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class _Visit:
     """One arm's turn."""
 
-    def __init__(
-        self, arm: Arm, model: LoadedModel, config: EngineConfig, workload: Workload, rng: random.Random
-    ) -> None:
-        self.arm, self.model, self.config, self.work, self.rng = arm, model, config, workload, rng
+    def __init__(self, arm: Arm, model: LoadedModel, config: EngineConfig, workload: Workload, turn: int) -> None:
+        self.arm, self.model, self.config, self.work, self.turn = arm, model, config, workload, turn
+
+    def _rng(self, measure: str, batch: int) -> random.Random:
+        """Of a measurement's own: what one arm skips changes nothing for it in the others."""
+        return random.Random(f"{self.turn}-{measure}-{batch}")
 
     def run(self, rate: float | None) -> float | None:
         """Measure; the rate of arrivals that the next ones shall use too."""
@@ -146,12 +217,11 @@ class _Visit:
     def _run(self, rate: float | None) -> float | None:
         work, start = self.work, time.perf_counter()
         parts = assemble(self.model, self.config)
-        if parts.limits.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.arm.ready_s.append(round(time.perf_counter() - start, 3))
-        self._check_context(parts)
+        _wait_for(parts.limits.device)
+        self.arm.assemble_s.append(round(time.perf_counter() - start, 3))
+        self._check_room(parts)
         if "steps" in work.measures:
-            for batch in work.batches:
+            for batch in self._steppable(parts):
                 self._steps(parts, batch)
         if "throughput" in work.measures:
             with LLM.from_parts(self.model, self.config, parts) as llm:
@@ -165,36 +235,39 @@ class _Visit:
             self.arm.graphs = {**{name: getattr(graphs, name) for name in names}, "eager": dict(graphs.eager)}
         return rate
 
-    def _check_context(self, parts: EngineParts) -> None:
-        work = self.work
-        needed = work.prompt_tokens + work.new_tokens
-        if "steps" in work.measures:
-            needed = max(needed, self._needed(parts, max(work.batches)))
-        if needed > parts.limits.max_model_len:
-            raise CommandLineError(
-                f"{needed} tokens of a request are needed, and {self.arm.name} has {parts.limits.max_model_len}",
-                where="mrv2 bench",
-                fix="lower --prompt-tokens, --new-tokens or --steps, or raise max_model_len",
+    def _steppable(self, parts: EngineParts) -> list[int]:
+        """Batches for whose requests there are rows; of the others it is noted why not."""
+        most = parts.limits.max_rows
+        self.arm.skipped = {b: f"unavailable: max_num_seqs={most}" for b in self.work.batches if b > most}
+        return [batch for batch in self.work.batches if batch <= most]
+
+    def _check_room(self, parts: EngineParts) -> None:
+        """Before anything is measured, see that all of it can be."""
+        work, scheduler, name = self.work, parts.engine.scheduler, self.arm.name
+        if {"throughput", "arrivals"} & set(work.measures):  # their requests may wait for each other
+            tokens = work.prompt_tokens + work.new_tokens
+            require_alone(scheduler, tokens, name=name, fix="--prompt-tokens or --new-tokens")
+        for batch in self._steppable(parts) if "steps" in work.measures else ():
+            require_together(
+                scheduler,
+                batch,
+                prompt_len=work.prompt_tokens,
+                tokens=tokens_needed(scheduler, batch, prompt_len=work.prompt_tokens, steps=work.steps),
+                name=name,
+                fix="--prompt-tokens or --steps",
             )
 
-    def _needed(self, parts: EngineParts, batch: int) -> int:
-        work, limits = self.work, parts.limits
-        return tokens_needed(
-            batch, prompt_len=work.prompt_tokens, steps=work.steps, max_num_tokens=limits.max_num_tokens
-        )
-
     def _steps(self, parts: EngineParts, batch: int) -> None:
-        if batch > parts.limits.max_rows:
-            return
-        start_decoding(parts, batch, prompt_len=self.work.prompt_tokens, steps=self.work.steps, rng=self.rng)
-        self.arm.steps.setdefault(batch, []).append(measure_steps(parts, self.work.steps))
+        work, rng = self.work, self._rng("steps", batch)
+        start_decoding(parts, batch, prompt_len=work.prompt_tokens, steps=work.steps, rng=rng)
+        self.arm.steps.setdefault(batch, []).append(measure_steps(parts, work.steps))
         stop(parts, batch)
 
     def _throughput(self, llm: LLM, batch: int) -> None:
         work = self.work
-        lens, new = [work.prompt_tokens] * batch, [work.new_tokens] * batch
-        timed_batch(llm, lens, [min(4, work.new_tokens)] * batch, temperature=work.temperature, rng=self.rng)
-        seconds = timed_batch(llm, lens, new, temperature=work.temperature, rng=self.rng)
+        lens, new, rng = [work.prompt_tokens] * batch, [work.new_tokens] * batch, self._rng("throughput", batch)
+        timed_batch(llm, lens, [min(4, work.new_tokens)] * batch, temperature=work.temperature, rng=rng)
+        seconds = timed_batch(llm, lens, new, temperature=work.temperature, rng=rng)
         self.arm.throughput.setdefault(batch, []).append(
             {
                 "seconds": round(seconds, 4),
@@ -207,10 +280,6 @@ class _Visit:
         work = self.work
         if rate is None:
             batch = max(work.batches)
-            if batch not in self.arm.throughput:
-                raise CommandLineError(
-                    "arrivals need a rate", where="mrv2 bench", fix="give --rate, or measure throughput too"
-                )
             rate = LOAD * self.arm.throughput[batch][-1]["tokens_per_second"] / work.new_tokens
         prompt_ms = measure_prompt(parts, prompt_len=work.prompt_tokens)
         result = measure_arrivals(
@@ -219,7 +288,7 @@ class _Visit:
             count=work.requests,
             prompt_len=work.prompt_tokens,
             new=work.new_tokens,
-            seed=self.rng.randrange(2**31),
+            seed=self._rng("arrivals", 0).randrange(2**31),
         )
         self.arm.arrivals.append(result | {"one_prompt_ms": round(prompt_ms, 3)})
         return rate
@@ -229,12 +298,15 @@ def _report(arm: Arm, work: Workload) -> dict[str, Any]:
     tokens = {"prompt_tokens": work.prompt_tokens, "new_tokens": work.new_tokens, "temperature": work.temperature}
     steps = [{"batch": batch, **medians(runs), "runs": runs} for batch, runs in arm.steps.items()]
     for entry in steps:
-        for name in ("host_us", "device_us", "idle_us"):
+        for name in _PARTS:
             entry.setdefault(name, NEEDS_CUDA if "host_us" not in entry["runs"][0] else "unavailable: no graphs")
+    names = ("step_us", "step_us_p99", *_PARTS)
+    steps += [{"batch": batch, **dict.fromkeys(names, why), "runs": []} for batch, why in arm.skipped.items()]
     return {
         "name": arm.name,
         "settings": dict(arm.settings),
-        "ready_s": statistics.median(arm.ready_s),
+        "load_s": arm.load_s,
+        "assemble_s": _median(arm.assemble_s),
         "throughput": [{"batch": b, **tokens, **medians(r), "runs": r} for b, r in arm.throughput.items()],
         "steps": steps,
         "arrivals": {**medians(arm.arrivals), "runs": arm.arrivals} if arm.arrivals else None,
@@ -250,7 +322,15 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(first, Mapping):
             result[name] = medians(values)
         elif isinstance(first, int | float):
-            result[name] = statistics.median(values)
+            result[name] = _median(values)
         else:
             result[name] = first
     return result
+
+
+def _median(values: Sequence[float]) -> float:
+    """Rounded as what it is of; a count if all are counts and it is one."""
+    middle = statistics.median(values)
+    if all(isinstance(value, int) for value in values) and middle == int(middle):
+        return int(middle)
+    return round(middle, 4)

@@ -27,6 +27,16 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
+def reasons(report: Mapping[str, Any]) -> list[str]:
+    """Why a "-" stands where a step was asked for, and where, if nothing was measured there."""
+    where: dict[str, list[str]] = {}
+    for arm in report["arms"]:
+        for entry in arm["steps"]:
+            for why in dict.fromkeys(value for value in entry.values() if isinstance(value, str)):
+                where.setdefault(why, []).extend([] if entry["runs"] else [f"{arm['name']}, batch {entry['batch']}"])
+    return [f"-: {why}" + (f" ({'; '.join(places)})" if places else "") for why, places in sorted(where.items())]
+
+
 def arrival_rows(report: Mapping[str, Any]) -> list[list[str]]:
     """Lines of the table of arrivals."""
     lines = []
@@ -61,6 +71,8 @@ def draw(report: Mapping[str, Any]) -> str:
     arms, body = report["arms"], []
     head = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     body.append(f'<p class="note">{report["card"]}; {head}; {report["date"]}; medians of {report["repeat"]}.</p>')
+    if report["interrupted"]:
+        body.append("<p><strong>Interrupted: these are the rounds that were finished.</strong></p>")
     body.append(f'<p class="note">{escape(_asked(report))}</p>')
     for title, measure, value in (
         ("Output tokens per second, all requests at once", "throughput", "tokens_per_second"),
@@ -83,6 +95,7 @@ def draw(report: Mapping[str, Any]) -> str:
             )
         )
     body.append("<h2>Numbers</h2>" + table(HEADERS, rows(report)))
+    body += [f'<p class="note">{escape(why)}</p>' for why in reasons(report)]
     if with_arrivals:
         body.append("<br>" + table(ARRIVAL_HEADERS, arrival_rows(report)))
     return page(f"mrv2 bench: {report['model']}", body)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from mrv2.bench.room import IN_FLIGHT, prompt_steps, require_rows, require_together
+from mrv2.errors import CommandLineError
 from mrv2.frontend.build import EngineParts
 from mrv2.runner.outputs import PendingOutput, RingOutput
-from mrv2.runner.request import FinishReason
+from mrv2.runner.request import FinishReason, Request
+from mrv2.runner.scheduler import Scheduler
 from mrv2.sample.params import SamplingParams
 
 WARM = 16
-"""Tokens that each request has, on average, before its steps are measured."""
+"""Tokens that each request has, at least, before its steps are measured."""
 
 NEEDS_CUDA = "unavailable: on a CPU, host and device are one, and there are no events around replays"
 
@@ -86,20 +90,15 @@ def timed(*methods: tuple[Any, str]) -> Iterator[list[float]]:
             setattr(kind, name, call)
 
 
-def prompt_steps(batch: int, prompt_len: int, max_num_tokens: int) -> int:
-    """Steps until `batch` requests that start together are all past their prompts, at most; the first ones decode
-    meanwhile.
+def tokens_needed(scheduler: Scheduler, batch: int, *, prompt_len: int, steps: int) -> int:
+    """Context that a request of `start_decoding` needs for `measure_steps`, its prompt included: the first one decodes
+    until the last one's prompt is done, and all of them may have steps in flight.
     """
-    return -(-batch * prompt_len // max(max_num_tokens - batch, 1))
-
-
-def tokens_needed(batch: int, *, prompt_len: int, steps: int, max_num_tokens: int) -> int:
-    """Context that a request of `start_decoding` needs for `measure_steps`, its prompt included."""
-    return prompt_len + WARM + 4 * steps + prompt_steps(batch, prompt_len, max_num_tokens) + 16
+    return prompt_len + prompt_steps(scheduler, batch, prompt_len) + WARM + 4 * steps + 2 * IN_FLIGHT
 
 
 def start_decoding(parts: EngineParts, batch: int, *, prompt_len: int, steps: int, rng: random.Random) -> None:
-    """Bring `batch` requests past their prompts and some steps further, with enough to go for `measure_steps`.
+    """Bring `batch` requests past their prompts and `WARM` tokens further, with enough to go for `measure_steps`.
 
     Args:
         parts: idle, and made for requests as long as `tokens_needed`.
@@ -107,16 +106,64 @@ def start_decoding(parts: EngineParts, batch: int, *, prompt_len: int, steps: in
         prompt_len: tokens of each prompt; random ones.
         steps: that will be measured.
         rng: of the prompts.
+
+    Raises:
+        CommandLineError: they can't decode together, for want of rows, context or cache.
     """
-    length = tokens_needed(batch, prompt_len=prompt_len, steps=steps, max_num_tokens=parts.limits.max_num_tokens)
+    scheduler = parts.engine.scheduler
+    require_rows(scheduler, batch, name="the engine")
+    length = tokens_needed(scheduler, batch, prompt_len=prompt_len, steps=steps)
+    require_together(
+        scheduler, batch, prompt_len=prompt_len, tokens=length, name="the engine", fix="--prompt-tokens or --steps"
+    )
     params = SamplingParams(temperature=0, max_tokens=length - prompt_len, ignore_eos=True)
+    requests = []
     for i in range(batch):
         ids = [rng.randrange(parts.limits.vocab_size) for _ in range(prompt_len)]
-        parts.engine.add([parts.intake.request(f"step-{i}", ids, params)])
-    stats = parts.engine.scheduler.stats
-    wanted = stats.generated_tokens + batch * WARM
-    while stats.generated_tokens < wanted:
+        requests.append(parts.intake.request(f"step-{i}", ids, params))
+    parts.engine.add(requests)
+    for _ in range(length - prompt_len - 4 * steps):
+        if _all_decode(scheduler, requests):
+            return
         parts.engine.step()
+    stop(parts, batch)
+    raise _not_decodes(batch, "not all of them were past their prompts before the first was at its end")
+
+
+def _all_decode(scheduler: Scheduler, requests: Sequence[Request]) -> bool:
+    if scheduler.num_waiting or scheduler.num_running != len(requests):
+        return False
+    rows_np, columns = np.array([request.row for request in requests]), scheduler.columns
+    known_np = columns.known_np[rows_np]
+    warm_np = known_np >= columns.prompt_len_np[rows_np] + WARM
+    return bool((warm_np & (known_np > columns.prefill_len_np[rows_np])).all())
+
+
+@contextmanager
+def decodes_only(scheduler: Scheduler, steps: int) -> Iterator[None]:
+    """See that within, `steps` steps each decode all requests that run at its start, and nothing else.
+
+    A step gives each request a token at most: so if there are as many as there could be, every step was whole.
+
+    Raises:
+        CommandLineError: some didn't: a request was preempted, ended or joined.
+    """
+    stats, batch = scheduler.stats, scheduler.num_running
+    tokens, preemptions = stats.generated_tokens, stats.preemptions
+    yield
+    tokens, preemptions = stats.generated_tokens - tokens, stats.preemptions - preemptions
+    if preemptions or scheduler.num_waiting:
+        raise _not_decodes(batch, f"{preemptions} times one of them was preempted, {scheduler.num_waiting} wait")
+    if not batch or scheduler.num_running != batch or tokens != batch * steps:
+        raise _not_decodes(batch, f"{steps} steps gave {tokens} tokens, and {scheduler.num_running} still run")
+
+
+def _not_decodes(batch: int, why: str) -> CommandLineError:
+    return CommandLineError(
+        f"not all steps were decodes of {batch} requests: {why}",
+        where="measurement of decode steps",
+        fix="raise num_blocks, kv_memory or max_num_tokens, or lower the batch, --prompt-tokens or --steps",
+    )
 
 
 def stop(parts: EngineParts, batch: int) -> None:
@@ -133,7 +180,20 @@ def measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
     Host time is all but the wait for an output, of the median step; the mean has what else the machine did, and steps
     in which all requests get blocks. A part of it is the launch of a graph, a call of the driver. Events delay the
     device a little, so device and wall time are measured one after the other.
+
+    Args:
+        parts: all its requests decode, as after `start_decoding`.
+        steps: timed by events; three times as many by the clock.
+
+    Raises:
+        CommandLineError: some steps weren't decodes of all of them.
     """
+    graphs = parts.graphs is not None
+    with decodes_only(parts.engine.scheduler, (3 + graphs) * steps):
+        return _measure_steps(parts, steps)
+
+
+def _measure_steps(parts: EngineParts, steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if parts.graphs is not None:
         with Replays() as replays:

@@ -14,19 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mrv2.bench.requests import random_prompts
-from mrv2.bench.steps import prompt_steps
+from mrv2.bench.room import prompt_steps, require_rows, require_together
 from mrv2.errors import CommandLineError
 from mrv2.frontend.llm import LLM
-from mrv2.runner.outputs import PendingOutput, RingOutput
+from mrv2.runner.outputs import PendingOutput, RingOutput, StepEvents, StepOutput
+from mrv2.runner.scheduler import Scheduler
 from mrv2.sample.params import SamplingParams
+from mrv2.state.plan import StepPlan
 
 STEP = "step"
 LEAD, TAIL = 6, 3
-"""Steps of decodes alone before and after those that are shown: the first ones follow prompts, and in the last ones
-requests end."""
+"""Steps in which all requests decode before and after those that are shown: the first ones follow prompts, and in the
+last ones requests end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Trace:
         steps: how many.
         start: seconds, as the spans'.
         end: seconds.
+        prompts: for each step, whether outputs of prompts came back in it.
     """
 
     host: Sequence[Span]
@@ -56,6 +60,7 @@ class Trace:
     steps: int
     start: float
     end: float
+    prompts: Sequence[bool]
 
 
 @dataclass(slots=True)
@@ -178,16 +183,22 @@ def record(
         prompts: keep the first steps, with the prompts; else such in which all requests decode.
 
     Raises:
-        CommandLineError: the context is too short for so many tokens.
+        CommandLineError: rows, context or cache don't suffice for so many requests and tokens, or there were no steps
+            in which all of them decoded.
     """
-    begin = prompt_steps(batch, prompt_tokens, llm.limits.max_num_tokens) + LEAD
-    new = begin + steps + TAIL + 2  # the first requests may decode from the first step on
-    if prompt_tokens + new > llm.limits.max_model_len:
-        raise CommandLineError(
-            f"{prompt_tokens + new} tokens of a request are needed, and the context has {llm.limits.max_model_len}",
-            where="mrv2 trace",
-            fix="lower --prompt-tokens or --steps",
-        )
+    engine = llm._driver._engine
+    scheduler, ahead = engine.scheduler, engine._depth - 1
+    require_rows(scheduler, batch, name="the engine")
+    begin = prompt_steps(scheduler, batch, prompt_tokens) + LEAD
+    new = begin + steps + ahead + TAIL + 2  # the first requests may decode from the first step on
+    require_together(
+        scheduler,
+        batch,
+        prompt_len=prompt_tokens,
+        tokens=prompt_tokens + new,
+        name="the engine",
+        fix="--prompt-tokens or --steps",
+    )
     rng = random.Random(0)
     params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True)
 
@@ -195,10 +206,12 @@ def record(
         llm.generate(random_prompts([prompt_tokens] * batch, llm.limits.vocab_size, rng), params)
 
     run()  # what is compiled, captured and allocated once
-    with DeviceRecorder(llm.limits.device) as device, recording(llm) as host:
+    with DeviceRecorder(llm.limits.device) as device, noting(scheduler) as taken, recording(llm) as host:
         run()
     loop = sorted((s for s in host.spans if s.name == STEP), key=lambda s: s.start)
-    shown = loop[:steps] if prompts else loop[begin : begin + steps]
+    found = [next((t for t in taken if s.start <= t.at <= s.end), None) for s in loop]
+    first = 0 if prompts else _first_decodes(found, batch, steps, ahead)
+    shown = loop[first : first + steps]
     start, end = shown[0].start, shown[-1].end
     return Trace(
         host=[s for s in sorted(host.spans, key=lambda s: (s.start, -s.end)) if start <= s.start and s.end <= end],
@@ -210,6 +223,55 @@ def record(
         steps=len(shown),
         start=start,
         end=end,
+        prompts=[t is not None and t.prompts for t in found[first : first + steps]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step whose output came back."""
+
+    at: float  # second
+    plan: StepPlan
+    prompts: bool  # it computed tokens of prompts
+
+
+@contextmanager
+def noting(scheduler: Scheduler) -> Iterator[list[_Taken]]:
+    """Which steps' outputs come back within."""
+    taken: list[_Taken] = []
+    update, columns = scheduler.update, scheduler.columns
+
+    def noted(plan: StepPlan, output: StepOutput) -> StepEvents:
+        if taken and plan.rows_np is taken[-1].plan.rows_np and not taken[-1].prompts:  # those that decoded just now
+            prompts = False  # and it takes no time to see it
+        else:
+            rows_np = plan.rows_np.astype(np.intp)
+            prompts = bool((columns.computed_np[rows_np] < columns.prefill_len_np[rows_np]).any())
+        taken.append(_Taken(time.perf_counter(), plan, prompts))
+        return update(plan, output)
+
+    scheduler.update = noted  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        del scheduler.update
+
+
+def _first_decodes(found: Sequence[_Taken | None], batch: int, steps: int, ahead: int) -> int:
+    """The first of `steps` steps to show: in them, in `LEAD` before, and in `ahead` that are launched meanwhile, all
+    requests decode.
+    """
+    in_a_row = 0
+    for i, taken in enumerate(found):
+        whole = taken is not None and not taken.prompts and taken.plan.num_decodes == taken.plan.num_reqs == batch
+        in_a_row = in_a_row + 1 if whole else 0
+        if in_a_row == LEAD + steps + ahead:
+            return i + 1 - steps - ahead
+    raise CommandLineError(
+        f"there were no {LEAD + steps + ahead} steps in a row in which all {batch} requests decoded",
+        where="mrv2 trace",
+        fix="raise max_num_tokens, num_blocks or kv_memory, or lower --batch, --prompt-tokens or --steps",
     )
 
 

@@ -17,12 +17,15 @@ def draw(trace: Trace, title: str) -> str:
     names = list(dict.fromkeys(s.name for s in trace.host))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     wall, loop = trace.end - trace.start, [s for s in trace.host if s.name == STEP]
-    each = ", ".join(short((s.end - s.start) * 1e6) for s in loop)
+    marks = [" (with prompts)" if with_prompts else "" for with_prompts in trace.prompts]
+    each = ", ".join(short((s.end - s.start) * 1e6) + mark for s, mark in zip(loop, marks, strict=True))
     note = f"{trace.steps} steps, {short(wall / trace.steps * 1e6)} us each on average: {each}."
     body = [f'<p class="note">{note}</p>', legend(names)]
     body.append("<h2>All steps</h2>" + _picture(trace, trace.start, trace.end, colours))
     one = len(loop) // 2
-    body.append(f"<h2>Step {one + 1} of {len(loop)}</h2>" + _picture(trace, loop[one].start, loop[one].end, colours))
+    body.append(
+        f"<h2>Step {one + 1} of {len(loop)}{marks[one]}</h2>" + _picture(trace, loop[one].start, loop[one].end, colours)
+    )
     body.append("<h2>Host, per step</h2>" + table(("what", "calls", "us"), _host_rows(trace)))
     if trace.device:
         body.append("<h2>Device</h2>" + _device_summary(trace))

@@ -58,15 +58,20 @@ def command(
     html: Html = None,
     adapter: Adapters = None,
     json: Json = False,
-) -> None:
-    """Measure."""
+) -> int:
+    """Measure; exit code 130 after Ctrl-C, with what the rounds until then have shown."""
     from mrv2.bench.arms import Arm, Workload, parse_arm, parse_settings, run_arms
-    from mrv2.bench.plot import draw
+    from mrv2.cli.app import INTERRUPTED
     from mrv2.cli.options import model_folder
+    from mrv2.cli.output import require_two_files, require_writable
 
+    require_writable(output, option="mrv2 bench --output")
+    require_writable(html, option="mrv2 bench --html")
+    require_two_files(output, html, option="mrv2 bench --output, --html")
     sizes = _numbers(batches)
     chosen = _measures(measures)
-    base: dict[str, object] = {"device": device, "max_num_seqs": max(sizes), "max_num_tokens": max(2048, *sizes)}
+    most = max(sizes)  # and room for prompts beside as many that decode
+    base: dict[str, object] = {"device": device, "max_num_seqs": most, "max_num_tokens": max(2048, 2 * most)}
     for text in set or ():
         base |= parse_settings(text, where=f"--set {text}")
     workload = Workload(
@@ -87,10 +92,14 @@ def command(
             workload,
             repeat=repeat,
             adapters=adapter or (),
+            title=None if config is None else str(config),
             progress=_progress(),
         )
-    _write(report, output, html, draw)
-    _show(report, as_json=json)
+    try:
+        _show(report, as_json=json)
+    finally:  # also if nobody reads what is printed
+        _write(report, output, html)
+    return INTERRUPTED if report["interrupted"] else 0
 
 
 def _numbers(text: str) -> list[int]:
@@ -120,31 +129,31 @@ def _progress() -> Callable[[str], None]:
     return lambda text: print(f"\r\x1b[2K{text} …", end="", file=sys.stderr, flush=True)
 
 
-def _write(
-    report: dict[str, Any], output: Path | None, html: Path | None, draw: Callable[[dict[str, Any]], str]
-) -> None:
+def _write(report: dict[str, Any], output: Path | None, html: Path | None) -> None:
     import json
 
-    if sys.stderr.isatty():
-        print("\r\x1b[2K", end="", file=sys.stderr)
+    from mrv2.bench.plot import draw
+    from mrv2.cli.output import write_text
+
     if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(report, indent=2) + "\n", option="mrv2 bench --output")
     if html is not None:
-        html.write_text(draw(report), encoding="utf-8")
+        write_text(html, draw(report), option="mrv2 bench --html")
 
 
 def _show(report: dict[str, Any], *, as_json: bool) -> None:
-    from mrv2.bench.plot import ARRIVAL_HEADERS, HEADERS, arrival_rows, rows
+    from mrv2.bench.plot import ARRIVAL_HEADERS, HEADERS, arrival_rows, reasons, rows
     from mrv2.cli.output import print_json, print_table
 
+    if sys.stderr.isatty():
+        print("\r\x1b[2K", end="", file=sys.stderr)
     if as_json:
         print_json(report)
         return
     if lines := rows(report):
         print_table(HEADERS, lines)
-        missing = {v for arm in report["arms"] for e in arm["steps"] for v in e.values() if isinstance(v, str)}
-        for reason in sorted(missing):
-            print(f"-: {reason}")
+        for reason in reasons(report):
+            print(reason)
     if lines := arrival_rows(report):
         print()
         print_table(ARRIVAL_HEADERS, lines)

@@ -64,6 +64,24 @@ def require_writable(path: Path | None, *, option: str) -> None:
         raise _unwritable(path, "permission denied", option)
 
 
+def require_two_files(first: Path | None, second: Path | None, *, option: str) -> None:
+    """Refuse one file for two outputs: the second would replace the first.
+
+    Args:
+        first: given by the user; None: none.
+        second: as `first`.
+        option: that they were given with.
+
+    Raises:
+        CommandLineError: they are the same.
+    """
+    if first is None or second is None:
+        return
+    there = first.exists() and second.exists()
+    if first.resolve() == second.resolve() or (there and first.samefile(second)):
+        raise CommandLineError(f"{first} would be written twice", where=option, fix="give two files")
+
+
 def write_text(path: Path, text: str, *, option: str) -> None:
     """Write a file that the user named; characters that UTF-8 doesn't have are escaped.
 

@@ -44,13 +44,18 @@ def command(
     from mrv2.bench.trace import chrome_events, record
     from mrv2.bench.trace_page import draw
     from mrv2.cli.options import model_folder
-    from mrv2.cli.output import print_json
+    from mrv2.cli.output import print_json, require_two_files, require_writable, write_text
     from mrv2.errors import CommandLineError
     from mrv2.frontend.llm import LLM
+    from mrv2.sample.params import SamplingParams
 
     if output is None and html is None and not json:
         raise CommandLineError("the trace would go nowhere", where="mrv2 trace", fix="give --output, --html or --json")
-    settings: dict[str, object] = {"device": device, "max_num_seqs": batch, "max_num_tokens": max(2048, batch)}
+    require_writable(output, option="mrv2 trace --output")
+    require_writable(html, option="mrv2 trace --html")
+    require_two_files(output, html, option="mrv2 trace --output, --html")
+    SamplingParams(temperature=temperature)  # what it refuses is refused before the model is loaded
+    settings: dict[str, object] = {"device": device, "max_num_seqs": batch, "max_num_tokens": max(2048, 2 * batch)}
     for text in set or ():
         settings |= parse_settings(text, where=f"--set {text}")
     with model_folder(model, config) as (name, random_weights):
@@ -59,10 +64,12 @@ def command(
             trace = record(
                 llm, batch=batch, prompt_tokens=prompt_tokens, steps=steps, temperature=temperature, prompts=prompts
             )
-    events = chrome_events(trace)
-    if output is not None:
-        output.write_text(json_module.dumps(events) + "\n", encoding="utf-8")
-    if html is not None:
-        html.write_text(draw(trace, f"mrv2 trace: {name}, batch {batch}"), encoding="utf-8")
-    if json:
-        print_json(events)
+    events, title = chrome_events(trace), f"mrv2 trace: {config or name}, batch {batch}"
+    try:
+        if json:
+            print_json(events)
+    finally:  # also if nobody reads what is printed
+        if output is not None:
+            write_text(output, json_module.dumps(events) + "\n", option="mrv2 trace --output")
+        if html is not None:
+            write_text(html, draw(trace, title), option="mrv2 trace --html")

@@ -111,7 +111,7 @@ class EngineConfig:
 
         enough = whole(self.max_num_seqs, 1) and whole(self.max_num_tokens, self.max_num_seqs)
         rules: list[tuple[str, bool, str]] = [
-            ("dtype", self.dtype == "auto" or self.dtype in DTYPES, f"auto or one of {', '.join(DTYPES)}"),
+            ("dtype", self.dtype in ("auto", *DTYPES), f"auto or one of {', '.join(DTYPES)}"),
             ("max_model_len", self.max_model_len is None or whole(self.max_model_len, 2), "an integer of at least 2"),
             ("max_num_seqs", whole(self.max_num_seqs, 1), "an integer of at least 1"),
             ("max_num_tokens", enough, "an integer of at least max_num_seqs, or decodes would starve"),

@@ -17,7 +17,7 @@ def choose_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UnsupportedError(f"device {name!r} is unknown", where="device", fix="use cpu, cuda or cuda:0") from error
     if device.type == "cpu":
         return device
