@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from mrv2.frontend.build import EngineConfig, LoadedModel, load
+from mrv2.frontend.build import LoadedModel, load
+from mrv2.frontend.engine_config import EngineConfig
 
 SHAPE = {
     "vocab_size": 151936,

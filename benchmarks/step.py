@@ -35,7 +35,8 @@ from timing import environment
 import mrv2.frontend.llm
 from mrv2 import LLM, SamplingParams
 from mrv2.bench.steps import WARM, measure_steps, profile_steps, start_decoding
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 
 PROMPT, MEASURED = 256, 32  # 272 to 304 tokens of context
 DECODE = [(1, 32, 512, 0.0), (32, 32, 512, 0.0), (128, 32, 512, 0.0), (256, 32, 512, 0.0), (256, 32, 512, 1.0)]

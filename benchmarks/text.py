@@ -36,7 +36,8 @@ from timing import environment
 
 import mrv2.frontend.llm as llm_module
 from mrv2 import LLM, SamplingParams
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.loader.model import resolve_model
 from mrv2.loader.tokenizer import FolderTokenizer
 from mrv2.runner.engine import Engine

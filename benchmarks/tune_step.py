@@ -18,7 +18,8 @@ from tuning import Report
 
 from mrv2 import SamplingParams
 from mrv2.bench.steps import Replays
-from mrv2.frontend.build import EngineConfig, assemble
+from mrv2.frontend.build import assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.kernels import dependent
 from mrv2.layers import fused
 from mrv2.layers.context import NativeContext

@@ -201,12 +201,14 @@ class Engines:
     """Engines of the tiny config, and what their schedulers planned."""
 
     def __init__(self, folder):
-        from mrv2.frontend.build import EngineConfig, load
+        from mrv2.frontend.build import load
+        from mrv2.frontend.engine_config import EngineConfig
 
         self.loaded = load(str(folder), EngineConfig(device="cpu", weights="random"))
 
     def __call__(self, **settings):
-        from mrv2.frontend.build import EngineConfig, assemble
+        from mrv2.frontend.build import assemble
+        from mrv2.frontend.engine_config import EngineConfig
 
         return assemble(self.loaded, EngineConfig(**{"device": "cpu", "weights": "random", **settings}))
 

@@ -199,6 +199,8 @@ def test_a_prompt_longer_than_the_cache_is_refused(text_model):
         ({"depth": 2, "runner": "sync"}, UnsupportedError, "1 with runner='sync'"),
         ({"debug": True, "runner": "sync"}, UnsupportedError, "runner='sync': must be async with debug=True"),
         ({"debug": 1}, UnsupportedError, "debug=1"),
+        ({"prefix_caching": 0}, UnsupportedError, "prefix_caching=0: must be true, false, or None"),
+        ({"seed": [1]}, UnsupportedError, "seed="),
         ({"max_num_tokens": 4, "max_num_seqs": 8}, UnsupportedError, "at least max_num_seqs"),
         ({"max_seqs": 4}, TypeError, "no setting 'max_seqs'"),
         ({"max_num_seqs": "8"}, UnsupportedError, "max_num_seqs='8'"),

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.sample.params import SamplingParams
 from mrv2.testing.checkpoints import make_checkpoint
 from mrv2.testing.naive import NaiveGreedy

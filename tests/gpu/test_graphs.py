@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from mrv2 import LLM, SamplingParams
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.kernels import dependent
 from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.model_state.default import DefaultModelState
@@ -375,7 +376,8 @@ def test_what_cant_be_captured_is_an_error_that_says_so(folder):
     code = """
 import sys, dataclasses
 from mrv2.errors import GraphCaptureError
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.model_state.default import DefaultModelState
 
 class Reads(DefaultModelState):

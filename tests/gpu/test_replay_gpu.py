@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.frontend.llm import LLM
 from mrv2.sample.params import SamplingParams
 from mrv2.testing.checkpoints import make_checkpoint

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from mrv2 import LLM, SamplingParams
-from mrv2.frontend.build import EngineConfig, load
+from mrv2.frontend.build import load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.loader.bundled import bundled_models
 from mrv2.testing.ragged import RaggedBatch
 

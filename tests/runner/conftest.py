@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from mrv2.frontend.build import EngineConfig, LoadedModel, assemble, load
+from mrv2.frontend.build import LoadedModel, assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.testing.checkpoints import make_checkpoint
 from mrv2.testing.naive import NaiveGreedy
 

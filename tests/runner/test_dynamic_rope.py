@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mrv2 import SamplingParams
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.testing.checkpoints import make_checkpoint
 
 BASE = {

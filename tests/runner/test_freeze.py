@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mrv2.errors import UnsupportedError
-from mrv2.frontend.build import EngineConfig, assemble
+from mrv2.frontend.build import assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.kernels.registry import Kernel
 from mrv2.model_state.default import DefaultModelState
 from mrv2.model_state.graphs import GraphSupport

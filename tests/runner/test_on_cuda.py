@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 from mrv2 import LLM
 from mrv2.debug.runner import DELAY
 from mrv2.errors import CacheWriteError
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.runner import outputs
 from mrv2.sample.params import SamplingParams
 from mrv2.state.staging import StagingRing

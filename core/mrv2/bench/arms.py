@@ -19,7 +19,8 @@ from mrv2.bench.requests import measure_arrivals, measure_prompt, timed_batch
 from mrv2.bench.room import require_alone, require_together
 from mrv2.bench.steps import NEEDS_CUDA, measure_steps, start_decoding, stop, tokens_needed
 from mrv2.errors import CommandLineError
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble, load
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.frontend.llm import LLM
 from mrv2.runner.device import choose_device, on_device
 from mrv2.sample.params import SamplingParams

@@ -181,7 +181,8 @@ def command(
 
 
 def _load(model: str, adapters: list[str] | None, *, record: bool, **settings: Any) -> tuple[LLM, Recorder | None]:
-    from mrv2.frontend.build import EngineConfig, assemble, load
+    from mrv2.frontend.build import assemble, load
+    from mrv2.frontend.engine_config import EngineConfig
     from mrv2.frontend.llm import LLM
 
     if not record:

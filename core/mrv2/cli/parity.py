@@ -101,7 +101,8 @@ def command(
 
 
 def _load(model: str, dtype: str, device: str, adapters: list[str]) -> tuple[LoadedModel, str]:
-    from mrv2.frontend.build import EngineConfig, load
+    from mrv2.frontend.build import load
+    from mrv2.frontend.engine_config import EngineConfig
     from mrv2.runner.device import choose_device
 
     device = str(choose_device(device))

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from mrv2.errors import RequestError, TokenizerError
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble, load
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble, load
 from mrv2.frontend.courier import Courier, PieceQueue
 from mrv2.frontend.driver import Driver
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.frontend.results import RequestOutput, StreamOutput
 from mrv2.frontend.ticket import ResultFuture, Ticket
 from mrv2.runner.request import FinishReason

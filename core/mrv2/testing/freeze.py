@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mrv2.attn.triton import TritonAttention
 from mrv2.errors import GraphCaptureError
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.model_state.graphs import GraphPlan
 from mrv2.runner.graphs import Recorder, StepGraphs

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.runner.request import Request
 from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams

@@ -13,7 +13,8 @@ from typing import BinaryIO
 import mrv2
 from mrv2.attn.groups import choose_block_size
 from mrv2.entry import AdapterEntry
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel
+from mrv2.frontend.build import EngineParts, LoadedModel
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.runner.engine import Engine
 from mrv2.testing.record import environment, file_hashes
 from mrv2.testing.results import Level

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mrv2.attn.groups import AttentionCache
 from mrv2.config import ModelConfig
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.layers.base import StepContext, WeightMap
 from mrv2.loader.tokenizer import Tokenizer
 from mrv2.model_state.default import DefaultModelState

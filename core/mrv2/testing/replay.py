@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mrv2.errors import RunFileError
-from mrv2.frontend.build import EngineConfig, EngineParts, LoadedModel, assemble
+from mrv2.frontend.build import EngineParts, LoadedModel, assemble
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.frontend.results import RequestOutput
 from mrv2.local import is_path
 from mrv2.runner.device import on_device

@@ -19,7 +19,8 @@ from mrv2.context import AdapterContext
 from mrv2.entry import AdapterEntry
 from mrv2.errors import Mrv2Error, TargetError
 from mrv2.frontend.adapters import adapter_argument
-from mrv2.frontend.build import EngineConfig, LoadedModel, load
+from mrv2.frontend.build import LoadedModel, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.layers.native import NativeLayers
 from mrv2.loader.load import open_source
 from mrv2.loader.source import WeightSource

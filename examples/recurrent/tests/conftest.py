@@ -11,7 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mrv2.frontend.build import EngineConfig, assemble, load
+from mrv2.frontend.build import assemble, load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.runner.request import FinishReason
 from mrv2.runner.sync import SyncRunner
 from mrv2.sample.params import SamplingParams

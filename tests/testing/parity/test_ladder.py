@@ -10,7 +10,8 @@ import torch
 
 import mrv2_adapter_llama  # noqa: F401 - the adapter has to be there
 from mrv2.cli.app import run
-from mrv2.frontend.build import EngineConfig, load
+from mrv2.frontend.build import load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.runner.forward import ForwardPass
 from mrv2.runner.kv_cache import KVCacheManager
 from mrv2.runner.request import Status

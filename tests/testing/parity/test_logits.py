@@ -16,7 +16,8 @@ from transformers import AutoModel
 import mrv2_adapter_llama
 from mrv2.cli.app import run
 from mrv2.errors import TargetError
-from mrv2.frontend.build import EngineConfig, load
+from mrv2.frontend.build import load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.testing import recorded_reference, tiny_config
 from mrv2.testing.activations import Activations, of_callable, of_file, of_module, of_transformers
 from mrv2.testing.checkpoints import make_checkpoint

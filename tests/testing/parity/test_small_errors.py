@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import mrv2_adapter_llama
 from mrv2.cli.app import run
-from mrv2.frontend.build import EngineConfig, load
+from mrv2.frontend.build import load
+from mrv2.frontend.engine_config import EngineConfig
 from mrv2.testing import tiny_config
 from mrv2.testing.activations import of_module, of_transformers
 from mrv2.testing.checkpoints import make_checkpoint
