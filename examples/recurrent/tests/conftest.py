@@ -92,6 +92,7 @@ class Sample:
                 for i, number in enumerate(events.numbers_np.tolist()):
                     got[number].append(float(events.logprobs.logprobs_np[i, 0]))
         pool = scheduler.kv.pool
+        scheduler.release_drained()
         assert pool.num_free == pool.num_usable, "blocks were lost"
         return [
             Result(p, r.tokens_np[len(p) :].tolist(), got[r.number], r.num_cached_tokens)
