@@ -28,6 +28,12 @@ def block(language, containing, page=README):
     return next(b for b in blocks if containing in b)
 
 
+def python(module, *words, cwd=None):
+    """Run a module as a program."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, cwd=cwd)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A checkpoint in the private team's own names, and its tensors."""
@@ -142,14 +148,7 @@ def test_the_example_runs_with_a_config_alone(tmp_path):
     words = next(line for line in shown if "mrv2 bench" in line).partition("#")[0].split()[2:]
     shutil.copy(HELLO, tmp_path)
     options = ["--repeat", "1", "--new-tokens", "4", "--steps", "2", "--requests", "2", "--html", "bench.html"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mrv2", *words, *options],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = python("mrv2", *words, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "bench.html").read_text()
     assert "64 tokens in, 4 out" in page
@@ -158,10 +157,9 @@ def test_the_example_runs_with_a_config_alone(tmp_path):
 
 def test_the_example_runs_from_the_command_line(checkpoint):
     folder, _ = checkpoint
-    command = [sys.executable, "-m", "mrv2", "generate", str(folder), "--adapter", str(HELLO), "--json", "-i"]
     source = folder / "in.jsonl"
     source.write_text('{"prompt": [1, 2, 3], "max_tokens": 2}\n')
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=200, check=False)
+    done = python("mrv2", "generate", folder, "--adapter", HELLO, "--json", "-i", source)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["outputs"][0]["token_ids"]) == 2
 
@@ -179,14 +177,7 @@ def test_the_readmes_test_class_proves_the_readmes_adapter(tmp_path):
     shutil.copy(HELLO, tmp_path)
     (tmp_path / "test_hello.py").write_text(block("python", "class TestHello"))
     options = ["-q", "-p", "no:cacheprovider", "-p", "mrv2.testing.plugin", "--mrv2-levels", "L0,L1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--mrv2-require", "L1"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = python("pytest", *options, "--mrv2-require", "L1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert re.search(r"L1 CPU +passed +\d+ passed \(without a reference", done.stdout)
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv2.errors import GraphCaptureError
 from mrv2.layers.custom import CacheHandle
 from mrv2.model_state.default import DefaultModelState
 from mrv2.model_state.graphs import GraphPlan, GraphSupport
@@ -92,63 +91,6 @@ def test_requests_that_come_and_go(any_tiny, depth):
     # A kernel of the model's own may go as far as the longest query, which in a graph would be all tokens.
     own_kernels = any(isinstance(m, CacheHandle) for m in parts.engine._runner._forward.model.modules())
     assert (stats.prompts == 0) if own_kernels else (min(stats.prompts, stats.prompts_eager) > 3)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        GraphPlan(num_reqs=(1, 2, 64), max_seq_lens=(12, 4096), num_tokens=(16, 1024)),
-        GraphPlan(num_reqs=(8, 4, 0, 1), max_seq_lens=(128, 24), num_tokens=(64, 5)),
-    ],
-    ids=["larger-than-the-engine", "in-any-order"],
-)
-def test_an_adapters_plan_may_be_the_same_for_every_engine(tiny, plan):
-    parts = graphed(tiny("llama"), plan)
-    prompts = ragged_prompts(6)
-    assert run(parts, prompts) == [tiny("llama").oracle(p, 20) for p in prompts]
-    assert graphs_of(parts).stats.eager == {}
-    assert {key.num_reqs for key in graphs_of(parts)._replays} <= {1, 2, 4, 8}
-
-
-class Fails(RecordedOps):
-    """Captures so many, then fails."""
-
-    def __init__(self, error, good=1):
-        super().__init__()
-        self.error, self.good = error, good
-
-    def record(self, run):
-        self.good -= 1
-        if self.good < 0:
-            raise self.error
-        return super().record(run)
-
-
-def test_without_memory_for_a_graph_its_steps_run_eagerly(tiny):
-    parts = tiny("llama").engine(graphs=False)
-    replay_steps(parts, Fails(torch.OutOfMemoryError("made up")), PLAN)
-    prompts = ragged_prompts(5)
-    with pytest.warns(UserWarning, match="no memory to capture it: grant the KV cache less"):
-        assert run(parts, prompts) == [tiny("llama").oracle(p, 20) for p in prompts]
-    stats = graphs_of(parts).stats
-    assert stats.captures == 1
-    assert sum(stats.eager.values()) > 10
-    while parts.engine.use_idle_time():
-        pass
-    assert stats.captures == 1
-
-
-def test_a_capture_that_fails_when_idle_is_no_error_until_it_is_needed(tiny):
-    parts = tiny("llama").engine(graphs=False)
-    replay_steps(parts, Fails(ValueError("made up"), good=2), PLAN)
-    want = tiny("llama").oracle([1, 2], 20)
-    assert run(parts, [[1, 2]]) == [want]
-    idle = iter(parts.engine.use_idle_time, False)
-    with pytest.warns(UserWarning, match="can't be captured: ValueError: made up"):
-        assert sum(idle) > 3
-    assert run(parts, [[1, 2]], prefix="again") == [want]
-    with pytest.raises(GraphCaptureError, match="a step of 2 decodes can't be captured"):
-        run(parts, [[1, 2]] * 2, prefix="two")
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 3, 8])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from mrv2.errors import CommandLineError
+from mrv2.frontend.engine_config import MAX_DEPTH
 from mrv2.runner.kv_cache import KVCacheManager
 from mrv2.runner.scheduler import Scheduler
 
-IN_FLIGHT = 8
+IN_FLIGHT = MAX_DEPTH
 """Most steps whose outputs haven't come back."""
 
 
@@ -23,8 +24,8 @@ def prompt_steps(scheduler: Scheduler, batch: int, prompt_len: int) -> int:
     Raises:
         CommandLineError: prompts can't be cut, and beside those that decode there is no room for a whole one.
     """
-    budgets = [scheduler._max_num_tokens - decoding for decoding in range(batch)]
-    if not scheduler._chunked_prefill:
+    budgets = [scheduler.max_num_tokens - decoding for decoding in range(batch)]
+    if not scheduler.chunked_prefill:
         budgets = [budget // prompt_len * prompt_len for budget in budgets]
     if budgets[-1] <= 0:
         raise CommandLineError(
@@ -32,7 +33,7 @@ def prompt_steps(scheduler: Scheduler, batch: int, prompt_len: int) -> int:
             where="engine settings",
             fix="raise max_num_tokens, or lower --prompt-tokens or the batch",
         )
-    chunk, ends = min(scheduler._max_chunk, prompt_len), 0
+    chunk, ends = min(scheduler.max_chunk, prompt_len), 0
     if scheduler.kv.keeps_states:  # chunks are cut at edges of blocks, and the last edge is one of them
         chunk, ends = -(-chunk // 2), 1
     return math.ceil(sum(prompt_len / budget for budget in budgets)) + -(-prompt_len // chunk) + ends

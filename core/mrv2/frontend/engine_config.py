@@ -8,6 +8,9 @@ from typing import Literal
 from mrv2.errors import UnsupportedError
 from mrv2.layers.base import DTYPES
 
+MAX_DEPTH = 8
+"""Most steps in flight: more would only delay the news that a request has ended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -70,7 +73,7 @@ class EngineConfig:
             ("block_size", self.block_size is None or whole(self.block_size, 1), "an integer of at least 1"),
             ("kv_memory", self.kv_memory is None or whole(self.kv_memory, 1, 2**63), "a positive number of bytes"),
             ("num_blocks", self.num_blocks is None or whole(self.num_blocks, 2), "at least 2 (one is scratch)"),
-            ("depth", self.depth is None or whole(self.depth, 1, 8), "from 1 to 8"),
+            ("depth", self.depth is None or whole(self.depth, 1, MAX_DEPTH), f"from 1 to {MAX_DEPTH}"),
             ("depth", self.runner == "async" or self.depth in (None, 1), "1 with runner='sync'"),
             ("runner", self.runner in ("async", "sync"), "async or sync"),
             ("graphs", self.graphs is None or isinstance(self.graphs, bool), "true, false, or None"),

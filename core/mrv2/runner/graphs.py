@@ -178,19 +178,23 @@ class StepGraphs:
             self.stats.replays += 1
             return last.replay
         key = find_key(self.plan, num_reqs, max_seq_len, sampler)
-        replay, why = None, key if isinstance(key, str) else NO_ROOM
-        if isinstance(key, GraphKey):
-            self._want(key)
-            replay = self._replays.get(key) or (None if key in self._no_room else self._capture(key))
-        if replay is None or isinstance(key, str):
-            if why not in self.stats.eager:
-                warnings.warn(f"a step of {num_reqs} decodes runs without a CUDA graph: {why}", stacklevel=2)
-            self.stats.eager[why] = self.stats.eager.get(why, 0) + 1
+        if isinstance(key, str):
+            self._note_eager(num_reqs, key)
+            return None
+        self._want(key)
+        replay = self._replays.get(key) or (None if key in self._no_room else self._capture(key))
+        if replay is None:
+            self._note_eager(num_reqs, NO_ROOM)
             return None
         self.stats.replays += 1
         above = max((n for n in self.plan.max_seq_lens if n < key.max_seq_len), default=0)
         self._last = _Found(num_reqs, above, key, replay)
         return replay
+
+    def _note_eager(self, num_reqs: int, why: str) -> None:
+        if why not in self.stats.eager:
+            warnings.warn(f"a step of {num_reqs} decodes runs without a CUDA graph: {why}", stacklevel=3)
+        self.stats.eager[why] = self.stats.eager.get(why, 0) + 1
 
     def find_prompts(
         self, num_reqs: int, num_tokens: int, max_seq_len: int, sampler: SamplerNeeds | None

@@ -64,9 +64,9 @@ class Scheduler:
         self.kv = kv
         self.columns = RowColumns(max_rows, max_model_len)
         self.stats = SchedulerStats()
-        self._max_num_tokens = max_num_tokens
-        self._max_chunk = max_chunk or max_num_tokens
-        self._chunked_prefill = chunked_prefill
+        self.max_num_tokens = max_num_tokens
+        self.max_chunk = max_chunk or max_num_tokens
+        self.chunked_prefill = chunked_prefill
         self._rows = RowAllocator(max_rows)
         self._requests: dict[str, Request] = {}
         self._by_row: list[Request | None] = [None] * max_rows
@@ -186,7 +186,7 @@ class Scheduler:
             self._step_id += 1
             self.stats.steps += 1
             return steady.plan(self._step_id)
-        batch = Batch(self._max_num_tokens)
+        batch = Batch(self.max_num_tokens)
         columns = self.columns
         if self._running_np is None:
             self._running_np = np.array(self._running, np.int32)
@@ -251,8 +251,8 @@ class Scheduler:
         """Tokens of a prompt of `total` to compute from `start` on. Where states are kept, a chunk ends at a block
         edge if it can: at the last one that a hit could use, or where the budget ends.
         """
-        end = min(total, start + min(budget, self._max_chunk))
-        if self.kv.keeps_states and self._chunked_prefill:
+        end = min(total, start + min(budget, self.max_chunk))
+        if self.kv.keeps_states and self.chunked_prefill:
             size = self.kv.block_size
             edge = min(end, (total - 1) // size * size) // size * size
             end = edge if edge > start else end
@@ -270,7 +270,7 @@ class Scheduler:
         need += min(len(self._running) * self.kv.num_paged, self.kv.pool.num_usable // 20)
         if need > self.kv.pool.num_free - self.kv.pool.num_free_of(shared):
             return False
-        if not self._chunked_prefill and total - hit.num_tokens > batch.budget:
+        if not self.chunked_prefill and total - hit.num_tokens > batch.budget:
             return False
         self._waiting.popleft()
         row = self._rows.allocate()
