@@ -230,7 +230,10 @@ def test_idle_time_completes_what_has_been_needed(folder):
         assert llm.graph_stats.captures == every
         for _ in range(3):
             assert llm.generate([[1, 2, 3]] * 7, params)[6].outputs[0].token_ids == want
-        assert llm.graph_stats.captures <= every + 1  # seven prompts at once are another size
+            # Prompts that are taken in together are of another size, which idle time captures too.
+            deadline = time.monotonic() + 60
+            while llm.graph_stats.prompts == 0 and llm.graph_stats.captures == every and time.monotonic() < deadline:
+                time.sleep(0.05)
         assert llm.graph_stats.prompts > 0
 
 

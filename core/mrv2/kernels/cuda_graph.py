@@ -24,6 +24,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: PyTorch refuses a pool that no graph is left of
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Capture what `run` launches: a function that does it again, and returns what `run` returned. Waits for the
@@ -50,6 +51,7 @@ class CudaRecorder:
                 self._give_up(graph)
                 raise
             graph.capture_end()
+        self._first = self._first or graph
 
         def replay() -> T:
             graph.replay()
