@@ -21,6 +21,7 @@ from mrv2.entry import AdapterEntry
 from mrv2.errors import UnsupportedError
 from mrv2.frontend.adapters import adapter_argument
 from mrv2.frontend.engine_config import EngineConfig
+from mrv2.kernels.compile_ahead import compiling_in_parallel
 from mrv2.kernels.cuda_graph import CudaRecorder
 from mrv2.layers.base import DTYPES
 from mrv2.layers.custom import CacheHandle
@@ -160,7 +161,7 @@ def assemble(loaded: LoadedModel, config: EngineConfig) -> EngineParts:
         UnsupportedError: the settings don't fit each other, the model, or the memory there is.
     """
     device = choose_device(config.device)
-    with on_device(device):
+    with on_device(device), compiling_in_parallel():
         return _assemble(loaded, config, device)
 
 
@@ -214,7 +215,8 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> 
         return runner
     reason = why_eager(loaded, state)
     if reason is None:
-        runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
+        graphs = runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
+        runner.compile_ahead(graphs)
     elif config.graphs:
         fix = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
         raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fix)

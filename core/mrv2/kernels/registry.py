@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -42,6 +43,19 @@ _CAN_INTERPRET = interpreting()
 """Looked up once: to read the environment at every call would cost a tenth of a millisecond per step on a CPU."""
 
 
+compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+"""Whether launches compile their kernel and do nothing else; see `compile_ahead`."""
+
+if triton is not None:
+
+    class Compiled(triton.JITFunction):  # type: ignore[misc]  # Triton isn't typed
+        """A kernel for the GPU."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            """A launch, or, with `warmup`, what comes before one."""
+            return super().run(*args, grid=grid, warmup=warmup or compiles_only.get(), **kwargs)
+
+
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit`, usable where Triton is missing, and in step with how Triton was imported.
 
@@ -54,7 +68,7 @@ def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any
         if triton is None:
             return fn  # never launched: `Kernel` runs the twin
         if not interpreting():
-            return triton.jit(fn, do_not_specialize=do_not_specialize)
+            return Compiled(fn, do_not_specialize=do_not_specialize)
         with triton.knobs.runtime.scope():
             # The variable may have been taken back since Triton's import (see mrv2.testing.interpret_kernels).
             triton.knobs.runtime.interpret = True

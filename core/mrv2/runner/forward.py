@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from mrv2.attn.backend import select_backend
 from mrv2.attn.groups import BoundCache, KVGroup
+from mrv2.kernels.compile_ahead import only_compiling
 from mrv2.layers.context import NativeContext
+from mrv2.layers.each_kind import run_each_kind
 from mrv2.layers.one_token import one_token_for
 from mrv2.model_state.base import ModelState
 from mrv2.sample.processors import LogitsProcessor, Processors
@@ -68,7 +70,17 @@ class ForwardPass:
         self.state.before_forward(view)
         metadata = self.metadata(view)
         inputs = self.state.prepare_inputs(view)
-        ctx = NativeContext(
+        hidden: Tensor = self.model(view.input_ids, view.positions, self._context(view, metadata), **inputs)
+        return hidden
+
+    def compile_layers(self, view: StepView) -> None:
+        """Have the kernels compiled that the model's layers launch in a step like this; nothing else happens."""
+        ctx = self._context(view, self.metadata(view))
+        with only_compiling():
+            run_each_kind(self.model, view.positions, ctx)
+
+    def _context(self, view: StepView, metadata: AttnMetadata) -> NativeContext:
+        return NativeContext(
             attn=metadata,
             caches=self._caches,
             group_of=self._group_of,
@@ -76,8 +88,6 @@ class ForwardPass:
             one_token=self._one_token,
             prompt_lens=view.table.prompt_len[view.rows.clamp(min=0).long()],
         )
-        hidden: Tensor = self.model(view.input_ids, view.positions, ctx, **inputs)
-        return hidden
 
     def logits(self, hidden: Tensor, view: StepView) -> Tensor:
         """Logits of each request's last token, [num_reqs, vocab] in the model's dtype."""

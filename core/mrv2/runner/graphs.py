@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -215,16 +215,20 @@ class StepGraphs:
         return replay
 
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
-        """Capture decodes of all sizes with short requests, and the most prompts, for each of these samplers."""
-        for sampler in samplers:
-            key = find_key(self.plan, 1, 1, sampler)
-            if isinstance(key, GraphKey):
-                self._want(key)
-        # The largest first: what it needs is enough for the others.
-        prompts = [key for key in self._largest(samplers) if key.num_tokens and key.sampler is not None]
-        self._wanted = deque([*prompts, *sorted(self._wanted, key=lambda key: -key.num_reqs)])
+        """Capture what `common` says."""
+        keys = self.common(samplers)
+        self._kinds.update((key.max_seq_len, key.sampler) for key in keys if not key.num_tokens)
+        self._wanted = deque(keys)
         while (wanted := self._next_wanted()) is not None:
             self._capture(wanted)
+
+    def common(self, samplers: Sequence[SamplerNeeds | None]) -> list[GraphKey]:
+        """Decodes of all sizes with short requests, and the most prompts, for each of these samplers."""
+        short = (find_key(self.plan, 1, 1, sampler) for sampler in samplers)
+        decodes = [replace(key, num_reqs=n) for key in short if isinstance(key, GraphKey) for n in self.plan.num_reqs]
+        prompts = [key for key in self._largest(samplers) if key.num_tokens and key.sampler is not None]
+        # The largest first: what it needs is enough for the others.
+        return [*prompts, *sorted(decodes, key=lambda key: -key.num_reqs)]
 
     def capture_next(self) -> bool:
         """Capture one that may soon be needed; False: there is none. One that can't be had is no error until a step

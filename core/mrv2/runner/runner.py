@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrv2.attn.groups import KVGroup
+from mrv2.kernels.compile_ahead import only_compiling
 from mrv2.kernels.report_sampled import report_sampled
 from mrv2.kernels.update_after_sample import update_after_sample
 from mrv2.layers.custom import CacheHandle
@@ -94,6 +95,19 @@ class Runner:
             self._state.capture_inner(self.graphs)
         self.graphs.capture_common((GREEDY, RANDOM) if self._own_sampler else (None,))
         return self.graphs.stats
+
+    @torch.inference_mode()
+    def compile_ahead(self, graphs: StepGraphs) -> None:
+        """Have the kernels compiled, of layers and sampler, that the first steps would meet one after the other."""
+        limits = self._state.limits
+        self._buffers.send(None, -1)
+        for key in graphs.common((GREEDY,)):
+            view = self._gather(key)
+            self._forward.compile_layers(view)
+            with only_compiling():
+                logits = torch.zeros(view.num_reqs, limits.vocab_size, dtype=limits.dtype, device=limits.device)
+                for needs in (FEW_RANKS, RANDOM, GREEDY) if self._own_sampler else ():
+                    self._report(*self._update(view, self._sampler(logits, view.rows, view.seq_lens.long(), needs)))
 
     def rehearse_graphs(self) -> None:
         """Run the largest steps that would be captured, for what they compile and allocate."""
@@ -176,6 +190,11 @@ class Runner:
 
     def _write_back(self, view: StepView, sampled: SamplerOutput) -> tuple[Tensor, Tensor]:
         """The tokens, [num_reqs, 1] int64, and how many of them each request has gained, [num_reqs] int32."""
+        tokens, num_sampled = self._update(view, sampled)
+        self._state.after_sample(view, num_sampled)
+        return tokens, num_sampled
+
+    def _update(self, view: StepView, sampled: SamplerOutput) -> tuple[Tensor, Tensor]:
         requests, tokens = self._requests, sampled.token_ids[:, None]
         num_sampled = torch.empty_like(view.rows)
         update_after_sample(
@@ -191,7 +210,6 @@ class Runner:
             stop_token_ids=requests.stop_token_ids,
             num_sampled=num_sampled,
         )
-        self._state.after_sample(view, num_sampled)
         return tokens, num_sampled
 
     # -- replayed ----------------------------------------------------------------------------------------
@@ -224,16 +242,22 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, key: GraphKey) -> Captured | None:
         """All that a graph holds. What is computed on the host here is the same in each of its steps."""
-        decodes, longest = (0, key.num_tokens) if key.num_tokens else (key.num_reqs, 1)
-        sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_tokens or decodes, "max_seq_len": key.max_seq_len}
-        self._buffers.gather(self._buffers.batch, self._requests, self._tables, **sizes)
-        view = self._buffers.view(self._requests, **sizes, num_decodes=decodes, max_query_len=longest)
+        view = self._gather(key)
         hidden = self._forward.hidden(view)
         if key.sampler is None:
             return Captured(view, hidden)
-        tokens, num_sampled = self._write_back(view, self._sample(hidden, view, key.sampler))
-        report_sampled(sampled=tokens, num_sampled=num_sampled, slot=self._buffers.note, out=self._ring.slots)
+        self._report(*self._write_back(view, self._sample(hidden, view, key.sampler)))
         return None
+
+    def _report(self, tokens: Tensor, num_sampled: Tensor) -> None:
+        """To where the host reads it."""
+        report_sampled(sampled=tokens, num_sampled=num_sampled, slot=self._buffers.note, out=self._ring.slots)
+
+    def _gather(self, key: GraphKey) -> StepView:
+        decodes, longest = (0, key.num_tokens) if key.num_tokens else (key.num_reqs, 1)
+        sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_tokens or decodes, "max_seq_len": key.max_seq_len}
+        self._buffers.gather(self._buffers.batch, self._requests, self._tables, **sizes)
+        return self._buffers.view(self._requests, **sizes, num_decodes=decodes, max_query_len=longest)
 
     @torch.inference_mode()
     def _launch_padding(self, key: GraphKey) -> None:
