@@ -189,7 +189,10 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
         forward, runner = guarded, DebugRunner(guarded, groups, pool)
     else:
         forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=num_blocks)
-        runner = _runner(loaded, forward, config) if config.runner == "async" else SyncRunner(forward, groups)
+        if config.runner == "async":
+            runner = _runner(loaded, forward, config, compiled=_measures_step(config, limits))
+        else:
+            runner = SyncRunner(forward, groups)
     graphs = runner.capture_common() if isinstance(runner, Runner) else None
     request_limits = RequestLimits(
         vocab_size=limits.vocab_size,
@@ -207,8 +210,8 @@ def _assemble(loaded: LoadedModel, config: EngineConfig, device: torch.device) -
     )
 
 
-def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> Runner:
-    """With graphs, if there are to be any."""
+def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig, *, compiled: bool) -> Runner:
+    """With graphs, if there are to be any; `compiled`: another one like it has had their kernels compiled."""
     limits, state = forward.state.limits, forward.state
     runner = Runner(forward, state.groups)
     if config.graphs is False or config.debug:
@@ -216,7 +219,8 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig) -> 
     reason = why_eager(loaded, state)
     if reason is None:
         graphs = runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
-        runner.compile_ahead(graphs)
+        if not compiled:
+            runner.compile_ahead(graphs)
     elif config.graphs:
         fix = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
         raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fix)
@@ -263,17 +267,22 @@ def _num_blocks(
     """Blocks of the KV cache, as many as memory allows and requests could use."""
 
     def make_runner() -> Runner:
-        return _runner(loaded, _forward(ForwardPass, loaded, limits, groups, num_blocks=1), config)
+        forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=1)
+        return _runner(loaded, forward, config, compiled=False)
 
-    kv_memory = config.kv_memory or (DEBUG_KV_MEMORY if config.debug else None)
-    measured = kv_memory is None and limits.device.type == "cuda"
     return choose_num_blocks(
         sum(page_sizes(groups, loaded.caches, limits.dtype)),
         wanted_blocks=1 + limits.max_rows * _blocks_per_row(groups, limits.max_model_len, prefix_caching),
-        kv_memory=kv_memory,
+        kv_memory=config.kv_memory or (DEBUG_KV_MEMORY if config.debug else None),
         device=limits.device,
-        step_memory=measure_step(make_runner, limits, groups) if measured else 0,
+        step_memory=measure_step(make_runner, limits, groups) if _measures_step(config, limits) else 0,
     )
+
+
+def _measures_step(config: EngineConfig, limits: Limits) -> bool:
+    """Whether the largest step is run before there is a KV cache, whose size follows from it."""
+    given = config.num_blocks or config.kv_memory or config.debug
+    return not given and limits.device.type == "cuda"
 
 
 def _forward(
