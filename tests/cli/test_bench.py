@@ -13,7 +13,7 @@ from mrv2.bench.plot import draw as draw_bench
 from mrv2.bench.plot import reasons
 from mrv2.bench.requests import measure_arrivals
 from mrv2.bench.steps import measure_steps, start_decoding, stop
-from mrv2.errors import CommandLineError
+from mrv2.errors import CacheTooSmallError, CommandLineError
 from mrv2.runner.graphs import default_plan
 from mrv2.runner.intake import Intake
 from mrv2.testing.freeze import replay_steps
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_before_it_is_measured(engines, monkeypatch
 def test_requests_that_wait_for_each_other_are_no_reason_to_refuse(engines, monkeypatch):
     monkeypatch.setattr(arms, "load", lambda *_: engines.loaded)
     work = WORK | {"measures": ["throughput"], "batches": [4], "new_tokens": 8}
-    report = run_arms("x", [Arm("a", {"num_blocks": 8})], BASE, Workload(**work), repeat=1)
+    report, _ = run_arms("x", [Arm("a", {"num_blocks": 8})], BASE, Workload(**work), repeat=1)
     assert report["arms"][0]["throughput"][0]["tokens_per_second"] > 0
 
 
@@ -267,7 +267,7 @@ def test_arms_with_other_rows_get_the_same_work(engines, monkeypatch):
     given.clear()
     many.settings = {"max_num_seqs": 64}
     few.steps.clear()
-    report = run_arms("x", [few, many], BASE, work, repeat=1)
+    report, _ = run_arms("x", [few, many], BASE, work, repeat=1)
     entries = {arm["name"]: arm["steps"] for arm in report["arms"]}
     assert [(entry["batch"], len(entry["runs"])) for entry in entries["few"]] == [(1, 1), (2, 1), (64, 0)]
     assert entries["few"][-1]["step_us"] == "unavailable: max_num_seqs=2"
@@ -326,6 +326,28 @@ def test_rounds_before_an_interruption_are_kept(engines, monkeypatch, tmp_path, 
     out.unlink()
     assert run([*command, "--repeat", "1"]) == 130  # at once, with nothing to keep
     assert not out.exists()
+
+
+def test_rounds_before_an_error_are_kept(engines, monkeypatch, tmp_path, capfd):
+    from mrv2.cli.app import run
+
+    monkeypatch.setattr(arms, "load", lambda *_: engines.loaded)
+    calls = []
+
+    def timed(*_, **__):
+        calls.append(1)
+        if len(calls) > 3:  # in the second round
+            raise CacheTooSmallError("no room", where="a test", fix="none")
+        return 0.5
+
+    monkeypatch.setattr(arms, "timed_batch", timed)
+    out = tmp_path / "b.json"
+    options = ["-o", str(out), *map(str, QUICK)]
+    command = ["bench", "x", "--measures", "throughput", "--batches", "2", *options]
+    assert run([*command, "--repeat", "3"]) == 2
+    report = json.loads(out.read_text())
+    assert (report["interrupted"], report["repeat"]) == (True, 1)
+    assert "no room" in capfd.readouterr().err
 
 
 def test_large_batches_have_room_for_prompts_by_default(engines, monkeypatch, capfd):

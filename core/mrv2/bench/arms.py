@@ -18,7 +18,7 @@ from mrv2.bench.environment import environment
 from mrv2.bench.requests import measure_arrivals, measure_prompt, timed_batch
 from mrv2.bench.room import require_alone, require_together
 from mrv2.bench.steps import NEEDS_CUDA, measure_steps, start_decoding, stop, tokens_needed
-from mrv2.errors import CommandLineError
+from mrv2.errors import CommandLineError, Mrv2Error
 from mrv2.frontend.build import EngineParts, LoadedModel, assemble, load
 from mrv2.frontend.engine_config import EngineConfig
 from mrv2.frontend.llm import LLM
@@ -110,10 +110,10 @@ def run_arms(
     adapters: Sequence[str] = (),
     title: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Mrv2Error | KeyboardInterrupt | None]:
     """Measure all arms `repeat` times, taking turns, each time with an engine of its own.
 
-    If it is interrupted (Ctrl-C) when a round is finished, that is what is reported.
+    If it is stopped, by Ctrl-C or by an error of an arm, when a round is finished, that is what is reported.
 
     Args:
         model: as for `LLM`.
@@ -127,15 +127,17 @@ def run_arms(
 
     Returns:
         The report, which JSON can hold. `repeat` are the rounds in it, `load_s` and `assemble_s` the two parts of an
-        arm's way from a name to a possible step.
+        arm's way from a name to a possible step. And what stopped it before all rounds were finished.
 
     Raises:
-        Mrv2Error: settings or workload are wrong, which is seen before anything is loaded; or an arm can't do it.
+        Mrv2Error: settings or workload are wrong, which is seen before anything is loaded; or an arm can't do it, which
+            is seen in the first round.
         KeyboardInterrupt: before the first round was finished.
     """
     configs = _checked(arms, base, workload)
     loaded: dict[tuple[Any, ...], tuple[LoadedModel, float]] = {}
     rate, rounds = workload.rate, 0
+    stopped: Mrv2Error | KeyboardInterrupt | None = None
     try:
         for turn in range(repeat):
             for arm, config in list(zip(arms, configs, strict=True))[:: 1 if turn % 2 == 0 else -1]:
@@ -150,24 +152,26 @@ def run_arms(
                 if choose_device(config.device).type == "cuda":
                     torch.cuda.empty_cache()
             rounds += 1
-    except KeyboardInterrupt:
+    except (Mrv2Error, KeyboardInterrupt) as error:
         if not rounds:
             raise
+        stopped = error
     for arm in arms:
         arm.keep(rounds)
     first, _ = next(iter(loaded.values()))
-    return {
+    report = {
         "benchmark": "bench",
         **environment(choose_device(configs[0].device)),
         "model": title or first.name,
         "architecture": first.config.architecture,
         "adapter": first.adapter,
         "repeat": rounds,
-        "interrupted": rounds < repeat,
+        "interrupted": stopped is not None,
         "settings": dict(base),
         "workload": asdict(workload),
         "arms": [_report(arm, workload) for arm in arms],
     }
+    return report, stopped
 
 
 def _checked(arms: Sequence[Arm], base: Mapping[str, Any], work: Workload) -> list[EngineConfig]:

@@ -59,11 +59,12 @@ def command(
     adapter: Adapters = None,
     json: Json = False,
 ) -> int:
-    """Measure; exit code 130 after Ctrl-C, with what the rounds until then have shown."""
+    """Measure; exit code 130 after Ctrl-C. What stops it leaves what the rounds until then have shown."""
     from mrv2.bench.arms import Arm, Workload, parse_arm, parse_settings, run_arms
     from mrv2.cli.app import INTERRUPTED
     from mrv2.cli.options import model_folder
     from mrv2.cli.output import require_two_files, require_writable
+    from mrv2.errors import Mrv2Error
 
     require_writable(output, option="mrv2 bench --output")
     require_writable(html, option="mrv2 bench --html")
@@ -85,7 +86,7 @@ def command(
         rate=rate,
     )
     with model_folder(model, config) as (name, random_weights):
-        report = run_arms(
+        report, stopped = run_arms(
             name,
             [parse_arm(text) for text in arm or ()] or [Arm("default", {})],
             base | ({"weights": "random"} if random_weights else {}),
@@ -99,7 +100,9 @@ def command(
         _show(report, as_json=json)
     finally:  # also if nobody reads what is printed
         _write(report, output, html)
-    return INTERRUPTED if report["interrupted"] else 0
+    if isinstance(stopped, Mrv2Error):
+        raise stopped
+    return INTERRUPTED if stopped else 0
 
 
 def _numbers(text: str) -> list[int]:
