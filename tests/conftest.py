@@ -1,8 +1,13 @@
 """Common to all tests. Imports nothing that imports Triton, except through `interpret_kernels`."""
 
 import pytest
+from hypothesis import settings
 
 from mrv2.testing import interpret_kernels
+
+# How long an example takes says nothing about it: processes share the machine's cores, and a GPU.
+settings.register_profile("mrv2", deadline=None)
+settings.load_profile("mrv2")
 
 # Before any test module: without a GPU, check_kernel interprets Triton kernels in this process. Everything
 # else goes on calling their torch twins, which are quick.

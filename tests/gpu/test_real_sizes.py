@@ -106,3 +106,20 @@ def test_a_capture_takes_memory_that_was_only_kept_for_later():
         replay()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_a_recorder_goes_on_after_its_first_capture_failed():
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder, out = CudaRecorder(device), torch.zeros(4, device=device)
+
+    def broken():
+        torch.zeros(8, device=device)
+        raise LookupError("in a model")
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="in a model"):
+            recorder.record(broken)
+    replay = recorder.record(lambda: out.add_(torch.ones(4, device=device)))
+    replay()
+    replay()
+    assert out.tolist() == [2.0] * 4

@@ -5,20 +5,20 @@ from torch import nn
 from mrv2.layers.each_kind import each_kind
 from mrv2.layers.native import NativeLayers
 
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-
 
 def test_one_layer_of_each_kind_stands_for_all():
     layers = NativeLayers()
 
-    def attention(name: str, window: int | None = None, qk_norm_eps: float | None = None) -> nn.Module:
+    def attention(
+        name: str, window: int | None = None, qk_norm_eps: float | None = None, theta: float = 1e4
+    ) -> nn.Module:
         return layers.self_attention(
             name,
             24,
             num_heads=4,
             num_kv_heads=2,
             head_dim=8,
-            rope=ROPE,
+            rope={"rope_type": "default", "rope_theta": theta},
             max_position=64,
             norm_eps=1e-5,
             window=window,
@@ -34,6 +34,7 @@ def test_one_layer_of_each_kind_stands_for_all():
             "same": attention("same"),
             "window": attention("window", window=8),
             "normed": attention("normed", qk_norm_eps=1e-5),
+            "rope": attention("rope", theta=1e6),
             "mlp": mlp("mlp"),
             "same_mlp": mlp("same_mlp"),
             "act": mlp("act", act="gelu_new"),
@@ -42,4 +43,4 @@ def test_one_layer_of_each_kind_stands_for_all():
     )
     kinds = list(each_kind(model))
     found = [name for name, layer in model.items() if any(layer is kind for kind in kinds)]
-    assert found == ["first", "window", "normed", "mlp", "act", "size"]
+    assert found == ["first", "window", "normed", "rope", "mlp", "act", "size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -220,7 +221,8 @@ def _runner(loaded: LoadedModel, forward: ForwardPass, config: EngineConfig, *, 
     if reason is None:
         graphs = runner.use_graphs(state.graph_plan(default_plan(limits)), CudaRecorder(limits.device))
         if not compiled:
-            runner.compile_ahead(graphs)
+            with contextlib.suppress(torch.OutOfMemoryError):  # of a step that isn't needed: it need not fit
+                runner.compile_ahead(graphs)
     elif config.graphs:
         fix = "use a GPU" if limits.device.type != "cuda" else "leave graphs out"
         raise UnsupportedError(f"graphs=True, and {reason}", where="engine settings", fix=fix)
@@ -268,7 +270,7 @@ def _num_blocks(
 
     def make_runner() -> Runner:
         forward = _forward(ForwardPass, loaded, limits, groups, num_blocks=1)
-        return _runner(loaded, forward, config, compiled=False)
+        return _runner(loaded, forward, config, compiled=config.runner != "async")
 
     return choose_num_blocks(
         sum(page_sizes(groups, loaded.caches, limits.dtype)),

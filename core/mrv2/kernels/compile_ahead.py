@@ -11,25 +11,34 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from mrv2.kernels.registry import compiles_only, triton
+from mrv2.kernels.registry import compile_mode, compiles_only, triton
 
 MOST_THREADS = 16
 
 
 @contextmanager
 def compiling_in_parallel() -> Iterator[None]:
-    """Within, threads compile, and a launch waits for its own kernel only. The end waits for all of them.
+    """Within, threads compile this package's kernels, and a launch waits for its own only. The end waits for all.
 
-    What can't be compiled is an error of the launch that needs it.
+    What can't be compiled is an error of the launch that needs it. Kernels of others are compiled as ever.
     """
-    if triton is None or not hasattr(triton, "AsyncCompileMode"):  # there from Triton 3.5 on
+    if not hasattr(triton, "AsyncCompileMode") or compile_mode.get() is not None:  # Triton has it from 3.5 on
         yield
         return
-    with (
-        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    mode = triton.AsyncCompileMode(pool, ignore_errors=True)
+    before = compile_mode.set(mode)
+    try:
         yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        compile_mode.reset(before)
+        for kernel in mode.future_kernels.values():
+            if kernel.future is not None:
+                kernel.result(ignore_errors=True)
+        pool.shutdown()
 
 
 @contextmanager

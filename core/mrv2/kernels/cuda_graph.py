@@ -24,7 +24,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = None  # kept: PyTorch refuses a pool that no graph is left of
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: PyTorch refuses a pool without a graph
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Capture what `run` launches: a function that does it again, and returns what `run` returned. Waits for the
@@ -41,6 +41,8 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], T]) -> Callable[[], T]:
         graph, (stream, lock) = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+        if self._first is None:  # PyTorch also refuses one whose only capture failed
+            self._pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with lock, torch.cuda.stream(stream), _no_collection():
             # Other threads, such as the one that delivers outputs, may do as they like meanwhile.

@@ -46,6 +46,14 @@ _CAN_INTERPRET = interpreting()
 compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 """Whether launches compile their kernel and do nothing else; see `compile_ahead`."""
 
+compile_mode: ContextVar[Any] = ContextVar("compile_mode", default=None)
+"""Triton's, of which threads compile; None: each launch does it by itself."""
+
+try:
+    from triton.runtime import _async_compile
+except ImportError:  # nobody sets the mode then
+    _async_compile = None
+
 if triton is not None:
 
     class Compiled(triton.JITFunction):  # type: ignore[misc]  # Triton isn't typed
@@ -53,7 +61,15 @@ if triton is not None:
 
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             """A launch, or, with `warmup`, what comes before one."""
-            return super().run(*args, grid=grid, warmup=warmup or compiles_only.get(), **kwargs)
+            mode, warmup = compile_mode.get(), warmup or compiles_only.get()
+            if mode is None:
+                return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+            # Entering it would wait for all that it compiles when it is left.
+            before = _async_compile.active_mode.set(mode)
+            try:
+                return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+            finally:
+                _async_compile.active_mode.reset(before)
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:

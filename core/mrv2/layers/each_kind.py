@@ -33,7 +33,8 @@ def each_kind(model: nn.Module) -> Iterator[SelfAttention | GatedMLP]:
     for layer in model.modules():
         if isinstance(layer, SelfAttention | GatedMLP):
             weights = tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
-            kind = type(layer), weights, layer.attn.args if isinstance(layer, SelfAttention) else layer.act
+            own = layer.act if isinstance(layer, GatedMLP) else (layer.attn.args, id(layer.rotary.table))
+            kind = type(layer), weights, own
             if kind not in seen:
                 seen.add(kind)
                 yield layer

@@ -75,6 +75,7 @@ class ForwardPass:
 
     def compile_layers(self, view: StepView) -> None:
         """Have the kernels compiled that the model's layers launch in a step like this; nothing else happens."""
+        self.state.before_forward(view)
         ctx = self._context(view, self.metadata(view))
         with only_compiling():
             run_each_kind(self.model, view.positions, ctx)

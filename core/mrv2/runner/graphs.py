@@ -216,9 +216,8 @@ class StepGraphs:
 
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Capture what `common` says."""
-        keys = self.common(samplers)
-        self._kinds.update((key.max_seq_len, key.sampler) for key in keys if not key.num_tokens)
-        self._wanted = deque(keys)
+        self._wanted = deque(self.common(samplers))
+        self._kinds.update((key.max_seq_len, key.sampler) for key in self._wanted if not key.num_tokens)
         while (wanted := self._next_wanted()) is not None:
             self._capture(wanted)
 
@@ -256,7 +255,7 @@ class StepGraphs:
 
     def _largest(self, samplers: Sequence[SamplerNeeds | None]) -> list[GraphKey]:
         """Keys of the largest decodes and prompts for each of these samplers."""
-        most, longest = max(self.plan.num_reqs, default=0), max(self.plan.max_seq_lens, default=0)
+        most, longest = max(self.plan.num_reqs, default=1), max(self.plan.max_seq_lens, default=1)
         tokens = {0, max(self.plan.num_tokens, default=0)}
         found = (
             find_key(self.plan, min(most, PROMPT_REQS) if n else most, longest, sampler, num_tokens=n)

@@ -101,12 +101,13 @@ class Runner:
         """Have the kernels compiled, of layers and sampler, that the first steps would meet one after the other."""
         limits = self._state.limits
         self._buffers.send(None, -1)
-        for key in graphs.common((GREEDY,)):
-            view = self._gather(key)
+        views = [self._gather(key) for key in graphs.common((GREEDY,))]
+        for view in views:
             self._forward.compile_layers(view)
+        for view in views[-1:] if self._own_sampler else ():  # the smallest: the sampler's are the same for all
+            logits = torch.zeros(view.num_reqs, limits.vocab_size, dtype=limits.dtype, device=limits.device)
             with only_compiling():
-                logits = torch.zeros(view.num_reqs, limits.vocab_size, dtype=limits.dtype, device=limits.device)
-                for needs in (FEW_RANKS, RANDOM, GREEDY) if self._own_sampler else ():
+                for needs in (FEW_RANKS, RANDOM, GREEDY):
                     self._report(*self._update(view, self._sampler(logits, view.rows, view.seq_lens.long(), needs)))
 
     def rehearse_graphs(self) -> None:
