@@ -51,6 +51,3 @@ def _check_self_contained(html):
     assert "svg" in page.tags
     assert not page.tags & {"script", "link", "iframe", "img"}
     assert not re.search(r"url\(|@import|https?:", html)
-
-
-# -- bench -------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_group_by_expert_kernel_equals_twin(seed: int) -> None:
     check_kernel(group_by_expert, group_inputs, outputs=("order", "offsets", "blocks"), seed=seed, cases=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 30))
 def test_groups_are_stable_whole_and_in_bounds(seed: int) -> None:
     """What the twin promises, against a loop over assignments."""
@@ -297,7 +297,7 @@ def make_case(seed: int, *, longest: int, dtype: torch.dtype) -> tuple[Experts, 
 
 @pytest.mark.usefixtures("interpreted")
 class TestTogether:
-    @settings(deadline=None, max_examples=10)
+    @settings(max_examples=10)
     @given(seed=st.integers(0, 1 << 30))
     def test_equals_naive_code(self, seed: int) -> None:
         layer, x, weights, experts = make_case(seed, longest=30, dtype=torch.float32)

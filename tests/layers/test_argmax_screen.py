@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(int8_linear() is None, reason="this PyTorch has 
     outliers=st.booleans(),
     exponent=st.integers(-20, 20),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_equals_the_full_product(seed, rows, columns, outliers, exponent):
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=g)

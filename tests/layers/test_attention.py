@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn) -> PagedBatch:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_attention_equals_a_naive_loop(name: str, batch: PagedBatch) -> None:
     check(BACKENDS[name](), batch)

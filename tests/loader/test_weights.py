@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -161,7 +161,6 @@ def test_a_parameter_that_only_tied_slots_mention_is_filled_by_nobody():
 NAMES = sorted(tensors())
 
 
-@settings(deadline=None)
 @given(
     st.sets(st.sampled_from(NAMES), max_size=4),
     st.sets(st.sampled_from(NAMES), max_size=4),

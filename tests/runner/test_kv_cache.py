@@ -102,7 +102,7 @@ steps = st.lists(
 
 
 @given(steps=steps, num_blocks=st.integers(2, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tables_own_what_they_show_and_hits_hold_what_was_written(steps, num_blocks):
     kv = make_manager(num_blocks)
     shadow = Shadow(kv)
@@ -126,7 +126,7 @@ def test_tables_own_what_they_show_and_hits_hold_what_was_written(steps, num_blo
     ),
     block_size=st.integers(1, 8),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_groups_partition_layers_by_reach(layers, block_size):
     layers = {str(k): v for k, v in layers.items()}
     groups = make_groups(layers, block_size)
@@ -223,7 +223,7 @@ SPECS = st.one_of(
 
 
 @given(specs=st.lists(SPECS, min_size=1, max_size=8), block_size=st.integers(1, 5), half=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_caches_share_a_pool_and_no_block_reaches_into_another(specs, block_size, half):
     layers, dtype = {str(i): s for i, s in enumerate(specs)}, torch.bfloat16 if half else torch.float32
     groups = make_groups(layers, block_size)

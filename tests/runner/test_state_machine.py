@@ -151,7 +151,7 @@ def run_machine(tiny, examples):
     machine = type("Machine", (EngineMachine,), {"tiny": tiny})
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
 
 
 def test_full_attention(tiny):

@@ -79,7 +79,7 @@ def drawn_np(logits, params, *, seeds, positions):
     ),
     seed=st.integers(0, 2**60),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_top_k_top_p_keep_what_the_textbook_keeps(rows, filters, seed):
     logits, n = torch.tensor(rows), len(rows)
     params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k, p in filters[:n]]
@@ -105,7 +105,6 @@ def test_selecting_and_sorting_draw_the_same(vocab):
 
 
 @given(row=st.lists(grid, min_size=5, max_size=5), min_p=st.sampled_from([0.0, 0.05, 0.3, 0.99, 1.0]))
-@settings(deadline=None)
 def test_min_p_compares_with_the_most_likely(row, min_p):
     probs = np.exp(np.array(row)) / np.exp(np.array(row)).sum()
     kept = apply_min_p(torch.tensor([row]), torch.tensor([min_p]))[0] > -INF
@@ -140,7 +139,7 @@ def test_successive_positions_draw_independently():
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_token_does_not_depend_on_its_batch(data):
     n = data.draw(st.integers(2, 6))
     params = [

@@ -166,7 +166,7 @@ def test_a_malformed_name_is_refused(name, refused):
     assert "MRV2-502" in refused("--kind", "decoder", "--", name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.from_regex(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", fullmatch=True).filter(lambda name: len(name) <= 50))
 def test_every_other_name_gives_identifiers(name):
     check_name(name)

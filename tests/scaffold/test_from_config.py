@@ -177,7 +177,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.sampled_from([*OWN, "text_config", "num_experts", "layer_types", "x"]), JSON),
     st.sampled_from(KINDS),

@@ -13,7 +13,7 @@ from mrv2.state.staging import StagingRing
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), width=st.integers(1, 12))
 def test_staged_writes_act_in_order(data, width):
     column = StagedColumn((5, width), dtype=torch.int32, device=CPU)
