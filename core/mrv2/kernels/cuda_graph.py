@@ -23,8 +23,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = None  # kept: PyTorch refuses a pool without a graph
+        self._first: torch.cuda.CUDAGraph | None = None  # whose pool all share; without a graph PyTorch refuses one
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Capture what `run` launches: a function that does it again, and returns what `run` returned. Waits for the
@@ -41,16 +40,16 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], T]) -> Callable[[], T]:
         graph, (stream, lock) = torch.cuda.CUDAGraph(), _capture_stream(self._device)
-        if self._first is None:  # PyTorch also refuses one whose only capture failed
-            self._pool = torch.cuda.graph_pool_handle()
+        # A new one until a capture has succeeded: PyTorch also refuses one whose only capture failed.
+        pool = torch.cuda.graph_pool_handle() if self._first is None else self._first.pool()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with lock, torch.cuda.stream(stream), _no_collection():
             # Other threads, such as the one that delivers outputs, may do as they like meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = run()
             except BaseException:
-                self._give_up(graph)
+                self._give_up(graph, pool)
                 raise
             graph.capture_end()
         self._first = self._first or graph
@@ -61,13 +60,13 @@ class CudaRecorder:
 
         return replay
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _give_up(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
         """End a capture that has failed, so that the error that made it fail is the one that is seen."""
         try:
             graph.capture_end()
         except RuntimeError:
             with contextlib.suppress(RuntimeError):  # some versions of PyTorch don't tell the allocator then
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
 
 
 @functools.cache
