@@ -114,6 +114,7 @@ def draw(logits, *, temperature=1.0, seeds=None, positions=None, stream=0, rows=
         positions=torch.zeros(n, dtype=torch.int64) if positions is None else positions,
         stream=stream,
         scaled=True,
+        drawn=True,
         out=out,
     )
     return out
@@ -138,6 +139,7 @@ def draw_inputs(rng):
         "positions": torch.from_numpy(rng.integers(0, 2**31 - 1, n)),
         "stream": int(rng.integers(0, 4)),
         "scaled": bool(rng.integers(2)),
+        "drawn": bool(rng.random() < 0.8),
         "out": torch.zeros(n, dtype=torch.int64),
     }
 
@@ -166,7 +168,7 @@ def test_twin_equals_a_loop(seed):
     logits = inputs["logits"] = inputs["logits"][:, :600].contiguous()
     sample_gumbel(**inputs)
     for i, row in enumerate(inputs["rows"].tolist()):
-        noisy = row >= 0 and inputs["temperature"][row] > 0
+        noisy = inputs["drawn"] and row >= 0 and inputs["temperature"][row] > 0
         best, best_id = -INF, 0
         for token, logit in enumerate(logits[i].tolist()):
             score = -INF if math.isnan(logit) else logit
@@ -232,7 +234,7 @@ def test_a_draw_depends_on_neither_batch_nor_row():
 
 def ranked_inputs(rng, max_ranks=3000):
     inputs = draw_inputs(rng)
-    del inputs["scaled"]
+    del inputs["scaled"], inputs["drawn"]
     logits = inputs.pop("logits").float().nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
     ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
     num_ranks = int(rng.integers(1, min(max_ranks, ids.shape[1]) + 1))
@@ -280,7 +282,7 @@ def test_ranked_twin_equals_a_draw_over_the_filtered_vocabulary(seed):
             mass += weight
     want = torch.zeros(n, dtype=torch.int64)
     names = ("rows", "seeds", "temperature", "positions", "stream")
-    sample_gumbel(logits=logits, scaled=True, **{name: inputs[name] for name in names}, out=want)
+    sample_gumbel(logits=logits, scaled=True, drawn=True, **{name: inputs[name] for name in names}, out=want)
     empty = (logits == -INF).all(1)  # whose lowest id the list need not hold
     assert inputs["out"][~empty].tolist() == want[~empty].tolist()
     assert inputs["out"][empty].tolist() == inputs["ids"][empty, 0].tolist()

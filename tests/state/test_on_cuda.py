@@ -54,6 +54,7 @@ class Steps:
             positions=view.seq_lens.long(),
             stream=0,
             scaled=True,
+            drawn=True,
             out=self.sampled[:num_reqs, 0],
         )
         update_after_sample(

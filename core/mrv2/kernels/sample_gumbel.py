@@ -26,16 +26,17 @@ def sample_gumbel_ref(
     positions: Tensor,
     stream: int,
     scaled: bool,
+    drawn: bool,
     out: Tensor,
 ) -> None:
     """Torch twin of `sample_gumbel`."""
     row = rows.clamp(min=0).long()
     scores = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    drawn = ((rows >= 0) & (temperature[row] > 0)).nonzero().flatten()
-    if drawn.numel():
+    warm = ((rows >= 0) & (temperature[row] > 0)).nonzero().flatten()
+    if drawn and warm.numel():
         if not scaled:
-            scores[drawn] /= temperature[row[drawn]][:, None]
-        scores.index_add_(0, drawn, gumbel_noise(seeds[row[drawn]], positions[drawn], stream, logits.shape[1]))
+            scores[warm] /= temperature[row[warm]][:, None]
+        scores.index_add_(0, warm, gumbel_noise(seeds[row[warm]], positions[warm], stream, logits.shape[1]))
     if scores.is_cpu:  # NumPy's search is several times quicker, and takes the first of several maxima too
         out.copy_(torch.from_numpy(scores.numpy().argmax(1)))
     else:
@@ -52,6 +53,7 @@ def sample_gumbel(
     positions: Tensor,
     stream: int,
     scaled: bool,
+    drawn: bool,
     out: Tensor,
 ) -> None:
     """One token per request: argmax of logits plus noise, or of the logits alone where temperature is 0.
@@ -67,6 +69,7 @@ def sample_gumbel(
         positions: [num_reqs] int64: absolute position that the token will have.
         stream: which of the independent draws at that position.
         scaled: whether logits are divided by the temperature already; if not, that is done here, in float32.
+        drawn: whether any row may have a temperature; False: all count as greedy, and the kernel has no noise in it.
         out: out, [num_reqs] int64.
     """
     num_reqs, vocab = logits.shape
@@ -87,6 +90,7 @@ def sample_gumbel(
         best_id,
         num_tiles,
         SCALED=scaled,
+        DRAWN=drawn,
         COUNTERS=_COUNTERS,
     )
     _reduce_tiles_kernel[(num_reqs,)](best, best_id, num_tiles, out, TILES=triton.next_power_of_2(num_tiles))
@@ -106,6 +110,7 @@ def _sample_gumbel_kernel(
     best_id,
     num_tiles,
     SCALED: tl.constexpr,
+    DRAWN: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -113,17 +118,18 @@ def _sample_gumbel_kernel(
     token = tile * COUNTERS * 4 + tl.arange(0, COUNTERS * 4)
     score = tl.load(logits + i * logits_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
-    row = tl.load(rows + i).to(tl.int64)
-    heat = tl.load(temperature + row, mask=row >= 0, other=0.0)
-    if heat > 0:
-        if not SCALED:
-            score = tl.div_rn(score, heat)  # as exact as torch's: tokens must not depend on who divides
-        counter = tile * COUNTERS + tl.arange(0, COUNTERS)
-        zero = tl.zeros_like(counter)
-        position = zero + tl.load(positions + i).to(tl.int32)
-        r0, r1, r2, r3 = tl.philox(tl.load(seeds + row), counter, position, zero + stream, zero)
-        bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-        score += gumbel_of_bits(bits)
+    if DRAWN:
+        row = tl.load(rows + i).to(tl.int64)
+        heat = tl.load(temperature + row, mask=row >= 0, other=0.0)
+        if heat > 0:
+            if not SCALED:
+                score = tl.div_rn(score, heat)  # as exact as torch's: tokens must not depend on who divides
+            counter = tile * COUNTERS + tl.arange(0, COUNTERS)
+            zero = tl.zeros_like(counter)
+            position = zero + tl.load(positions + i).to(tl.int32)
+            r0, r1, r2, r3 = tl.philox(tl.load(seeds + row), counter, position, zero + stream, zero)
+            bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+            score += gumbel_of_bits(bits)
     top = tl.max(score, 0)
     tl.store(best + i * num_tiles + tile, top)
     tl.store(best_id + i * num_tiles + tile, tl.min(tl.where(score == top, token, 0x7FFFFFFF), 0))

@@ -70,9 +70,9 @@ class Sampler:
             ranked, ids = rank(self._scaled(logits, rows, needs), needs.num_ranks)
             sample_ranked(ranked=ranked, ids=ids, top_k=self.states.top_k, top_p=self.states.top_p, **draw)
         elif needs.min_p:
-            sample_gumbel(logits=self._scaled(logits, rows, needs), scaled=True, **draw)
+            sample_gumbel(logits=self._scaled(logits, rows, needs), scaled=True, drawn=True, **draw)
         else:
-            sample_gumbel(logits=logits, scaled=False, **draw)
+            sample_gumbel(logits=logits, scaled=False, drawn=needs.random, **draw)
         if needs.num_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, top_logprobs(logits.float(), token_ids, needs.num_logprobs))
