@@ -228,12 +228,8 @@ def test_idle_time_completes_what_has_been_needed(folder):
         while llm.graph_stats.captures < every and time.monotonic() < deadline:
             time.sleep(0.05)
         assert llm.graph_stats.captures == every
-        for _ in range(3):
+        for _ in range(2):  # one right after the other: prompts of a size that has come once are captured at once
             assert llm.generate([[1, 2, 3]] * 7, params)[6].outputs[0].token_ids == want
-            # Prompts that are taken in together are of another size, which idle time captures too.
-            deadline = time.monotonic() + 60
-            while llm.graph_stats.prompts == 0 and llm.graph_stats.captures == every and time.monotonic() < deadline:
-                time.sleep(0.05)
         assert llm.graph_stats.prompts > 0
 
 

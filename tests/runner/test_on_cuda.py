@@ -213,7 +213,8 @@ def broken(x):
     torch.zeros(4, device="cuda")[torch.full((1,), 2**20, device="cuda")]
     return head(x)
 llm.model.module.lm_head.forward = broken
-for future in llm.submit(["the cat", "d", "the rat"], SamplingParams(max_tokens=30, ignore_eos=True)):
+# Prompts of a size that hasn't come before are launched one by one, through this head.
+for future in llm.submit(["the cat " * 12, "d", "the rat"], SamplingParams(max_tokens=30, ignore_eos=True)):
     try:
         future.result(timeout=60)
     except EngineError as error:

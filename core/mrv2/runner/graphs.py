@@ -141,8 +141,13 @@ class StepGraphs:
     Args:
         plan: sizes.
         body: launches a step.
-        dry_run: launches one of padding alone, which changes nothing; so that all is compiled and allocated.
+        pad: makes the next step one of padding alone, which changes nothing. Such a one is launched before a capture,
+            so that all is compiled and allocated.
         recorder: captures.
+
+    Attributes:
+        due: whether `capture_next` captures a size of prompts that has just been launched one by one. It takes as long
+            as another launch, and is best done while the device computes those prompts.
     """
 
     def __init__(
@@ -150,18 +155,19 @@ class StepGraphs:
         plan: GraphPlan,
         *,
         body: Callable[[GraphKey], Captured | None],
-        dry_run: Callable[[GraphKey], object],
+        pad: Callable[[], object],
         recorder: Recorder,
     ) -> None:
         self.plan = plan
         self.stats = GraphStats()
         self._body = body
-        self._dry_run = dry_run
+        self._pad = pad
         self._recorder = recorder
         self._replays: dict[GraphKey, Callable[[], Captured | None]] = {}
         self._kinds: set[tuple[int, SamplerNeeds | None]] = set()  # context and sampler of keys that have occurred
         self._wanted: deque[GraphKey] = deque()  # keys of those kinds, the largest first, and of prompts
-        self._met: set[GraphKey] = set()  # keys of prompts that have occurred
+        self._met: set[GraphKey] = set()  # keys of prompts that have been launched one by one
+        self.due = False
         self._no_room: set[GraphKey] = set()  # keys for whose graphs there was no memory
         self._last: _Found | None = None
 
@@ -199,20 +205,22 @@ class StepGraphs:
     def find_prompts(
         self, num_reqs: int, num_tokens: int, max_seq_len: int, sampler: SamplerNeeds | None
     ) -> Callable[[], Captured | None] | None:
-        """Replays a step of prompts; None: it has to run eagerly. There are many sizes, and a capture takes as long as
-        some eager steps: so what was not captured at the start is when there is nothing else to do.
+        """Replays a step of prompts, or launches it one by one if it is the first of its size; None: it has to run
+        eagerly, at the size that it has.
         """
         key = find_key(self.plan, num_reqs, max_seq_len, sampler, num_tokens=num_tokens)
         replay = self._replays.get(key) if isinstance(key, GraphKey) else None
-        if replay is None:
-            self.stats.prompts_eager += 1
-            if isinstance(key, GraphKey) and sampler is not None and key not in self._met:
-                self._met.add(key)  # without a tier, hidden states of all tokens would have to be kept
-                self._wanted.append(key)
-            return None
-        self.stats.replays += 1
-        self.stats.prompts += 1
-        return replay
+        if replay is not None:
+            self.stats.replays += 1
+            self.stats.prompts += 1
+            return replay
+        self.stats.prompts_eager += 1
+        if isinstance(key, str) or sampler is None or key in self._met:
+            return None  # without a tier, hidden states of all tokens would have to be kept
+        self._met.add(key)
+        self._wanted.appendleft(key)
+        self.due = True
+        return lambda: self._body(key)
 
     def capture_common(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Capture what `common` says."""
@@ -233,6 +241,7 @@ class StepGraphs:
         """Capture one that may soon be needed; False: there is none. One that can't be had is no error until a step
         needs it.
         """
+        self.due = False
         key = self._next_wanted()
         if key is not None:
             try:
@@ -251,7 +260,8 @@ class StepGraphs:
     def rehearse(self, samplers: Sequence[SamplerNeeds | None]) -> None:
         """Run the largest steps eagerly, for what they compile and allocate."""
         for key in self._largest(samplers):
-            self._dry_run(key)
+            self._pad()
+            self._body(key)
 
     def _largest(self, samplers: Sequence[SamplerNeeds | None]) -> list[GraphKey]:
         """Keys of the largest decodes and prompts for each of these samplers."""
@@ -280,7 +290,9 @@ class StepGraphs:
         """None: there is no memory for it."""
         start = time.perf_counter()
         try:
-            self._dry_run(key)
+            self._pad()
+            if key not in self._met:
+                self._body(key)
             replay = self._recorder.record(lambda: self._body(key))
         except torch.OutOfMemoryError:
             self._no_room.add(key)

@@ -159,14 +159,10 @@ class JoinedOutput:
     def wait(self) -> StepOutput:
         """Block until both have arrived."""
         first, second = (part.wait() for part in self._parts)
-        logprobs = None
-        if first.logprobs is not None and second.logprobs is not None:
-            logprobs = LogprobsOutput(
-                **{
-                    f.name: np.concatenate((getattr(first.logprobs, f.name), getattr(second.logprobs, f.name)))
-                    for f in fields(LogprobsOutput)
-                }
-            )
+        logprobs, a, b = None, first.logprobs, second.logprobs
+        if a is not None and b is not None:
+            both = {f.name: np.concatenate((getattr(a, f.name), getattr(b, f.name))) for f in fields(a)}
+            logprobs = LogprobsOutput(**both)
         return StepOutput(
             step_id=first.step_id,
             tokens_np=np.concatenate((first.tokens_np, second.tokens_np)),

@@ -84,7 +84,7 @@ class Runner:
             max_seq_lens=_within(plan.max_seq_lens, limits.max_model_len),
             num_tokens=_within(plan.num_tokens, limits.max_num_tokens),
         )
-        self.graphs = StepGraphs(plan, body=self._launch, dry_run=self._launch_padding, recorder=recorder)
+        self.graphs = StepGraphs(plan, body=self._launch, pad=lambda: self._buffers.send(None, -1), recorder=recorder)
         return self.graphs
 
     def capture_common(self) -> GraphStats | None:
@@ -225,6 +225,8 @@ class Runner:
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan, needs: SamplerNeeds) -> Pending | None:
         """Run decodes, or prompts, to their end. None: nothing has been launched, they have to run eagerly."""
+        if graphs.due:
+            graphs.capture_next()
         tier = tier_of(needs) if self._own_sampler else None
         replay: Callable[[], Captured | None] | None
         if plan.num_decodes:
@@ -259,11 +261,6 @@ class Runner:
         sizes = {"num_reqs": key.num_reqs, "num_tokens": key.num_tokens or decodes, "max_seq_len": key.max_seq_len}
         self._buffers.gather(self._buffers.batch, self._requests, self._tables, **sizes)
         return self._buffers.view(self._requests, **sizes, num_decodes=decodes, max_query_len=longest)
-
-    @torch.inference_mode()
-    def _launch_padding(self, key: GraphKey) -> None:
-        self._buffers.send(None, -1)
-        self._launch(key)
 
 
 def _within(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -73,9 +73,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[int] = []  # rows, in order of arrival
         self._running_np: Rows | None = None  # the same as an array; None after a change
-        self._steady: SteadyBatch | None = (
-            None  # of those that take part in steps; None after a change, or if some prefill
-        )
+        self._steady: SteadyBatch | None = None  # of those in steps; None after a change, or if some prefill
         self._draining: set[int] = set()  # rows that left `_running` and aren't free yet
         self._removed: list[tuple[int, str]] = []
         self._step_id = 0
@@ -369,10 +367,8 @@ class Scheduler:
             (numbers_np >= 0)[:, None] & (np.arange(output.tokens_np.shape[1]) < gained_np[:, None])
         )
         ended = tuple(self._request_at(row) for row in ended_np.tolist())
-        for request in ended:
-            row = request.row
-            assert row is not None
-            stopped = bool(columns.stopped(np.array([row]), columns.tokens_np[row, columns.known_np[row] - 1][None])[0])
+        newest_np = columns.tokens_np[ended_np, columns.known_np[ended_np] - 1].astype(np.int64)
+        for request, stopped in zip(ended, columns.stopped(ended_np, newest_np).tolist(), strict=True):
             self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
         return StepEvents(
             numbers_np=numbers_np[at_np],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -107,6 +108,6 @@ def null_replays(*, max_model_len: int, **settings: Any) -> EngineParts:
     parts = null_engine(max_model_len=max_model_len, **settings)
     runner = parts.engine._runner
     assert isinstance(runner, Runner)
-    runner.use_graphs(default_plan(parts.limits), NullReplays())
+    runner.use_graphs(replace(default_plan(parts.limits), num_tokens=()), NullReplays())
     runner._ring.slots.fill_(1)
     return parts
