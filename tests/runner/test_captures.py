@@ -1,10 +1,14 @@
 """Plans for engines of other sizes, and captures that can't be had: no request is lost that could be served."""
 
+import warnings
+
 import pytest
 import torch
 
 from mrv2.errors import GraphCaptureError
 from mrv2.model_state.graphs import GraphPlan
+from mrv2.sample.params import SamplingParams
+from mrv2.sample.tiers import GREEDY
 from mrv2.testing.freeze import replay_steps
 from mrv2.testing.generated import generate
 from mrv2.testing.recorder import RecordedOps
@@ -14,8 +18,12 @@ PROMPTS = [[1, 2, 3], list(range(40)), [7], [9] * 17, [5, 4]]
 NEW = 20
 
 
-def tokens(parts, prompts):
-    return [result.tokens for result in generate(parts, prompts, NEW)]
+PLAIN = SamplingParams(temperature=0, ignore_eos=True)
+"""No log-probabilities, with which prompts have no graphs."""
+
+
+def tokens(parts, prompts, **how):
+    return [result.tokens for result in generate(parts, prompts, NEW, **how)]
 
 
 @pytest.mark.parametrize(
@@ -35,15 +43,15 @@ def test_an_adapters_plan_may_be_the_same_for_every_engine(tiny, plan):
 
 
 class Fails(RecordedOps):
-    """Captures so many, then fails."""
+    """Captures so many, then fails: so many times, or for good."""
 
-    def __init__(self, error, good=1):
+    def __init__(self, error, good=1, bad=None):
         super().__init__()
-        self.error, self.good = error, good
+        self.error, self.good, self.bad = error, good, bad
 
     def record(self, run):
         self.good -= 1
-        if self.good < 0:
+        if self.good < 0 and (self.bad is None or self.good >= -self.bad):
             raise self.error
         return super().record(run)
 
@@ -58,6 +66,31 @@ def test_without_memory_for_a_graph_its_steps_run_eagerly(tiny):
     while parts.engine.use_idle_time():
         pass
     assert stats.captures == 1
+
+
+@pytest.mark.filterwarnings("ignore:a step of 1 decodes runs without")
+def test_prompts_for_whose_graph_there_is_no_memory_are_not_tried_again(tiny):
+    model = tiny("llama")
+    parts = model.engine(graphs=False, prefix_caching=False)
+    graphs = replay_steps(parts, Fails(torch.OutOfMemoryError("made up"), good=0), PLAN)
+    graphs.capture_common((GREEDY,))  # the largest prompts among them
+    for prompt in PROMPTS[1:2] * 2 + PROMPTS[:1] * 2:
+        assert tokens(parts, [prompt], params=(PLAIN,)) == [model.oracle(prompt, NEW)]
+        assert not graphs.due
+    assert (graphs.stats.captures, graphs.stats.replays, graphs.stats.prompts_eager) == (0, 0, 4)
+
+
+def test_prompts_that_cant_be_captured_stay_launched_and_it_is_said_once(tiny):
+    model = tiny("llama")
+    parts = model.engine(graphs=False, prefix_caching=False)
+    stats = replay_steps(parts, Fails(ValueError("made up"), good=0, bad=1), PLAN).stats
+    with pytest.warns(UserWarning, match="5 tokens of prompts can't be captured: ValueError: made up"):
+        assert tokens(parts, [[1, 2, 3]], params=(PLAIN,)) == [model.oracle([1, 2, 3], NEW)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens(parts, [[4, 5, 6]], params=(PLAIN,)) == [model.oracle([4, 5, 6], NEW)]
+    assert (stats.prompts_eager, stats.prompts) == (2, 0)
+    assert stats.replays
 
 
 def test_a_capture_that_fails_when_idle_is_no_error_until_it_is_needed(tiny):

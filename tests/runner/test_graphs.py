@@ -4,7 +4,6 @@ On a CPU a recorder of operations stands in for CUDA graphs; with `--device cuda
 """
 
 import random
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -363,33 +362,6 @@ def test_a_size_of_prompts_that_nothing_follows_is_captured_when_idle(tiny):
     while parts.engine.use_idle_time():
         pass
     assert key in graphs_of(parts)._replays
-
-
-class RefusesFirst:
-    """A recorder that fails once."""
-
-    def __init__(self, recorder):
-        self.recorder, self.refused = recorder, False
-
-    def record(self, run):
-        if not self.refused:
-            self.refused = True
-            raise RuntimeError("no capture of this")
-        return self.recorder.record(run)
-
-
-def test_prompts_that_cant_be_captured_stay_launched_and_it_is_said_once(tiny):
-    model = tiny("llama")
-    parts = graphed(model, prefix_caching=False)
-    graphs = graphs_of(parts)
-    graphs._recorder = RefusesFirst(graphs._recorder)
-    with pytest.warns(UserWarning, match=r"5 tokens of prompts can't be captured: RuntimeError: no capture of this"):
-        assert run(parts, [[1, 2, 3]]) == [model.oracle([1, 2, 3], 20)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run(parts, [[4, 5, 6]], prefix="again") == [model.oracle([4, 5, 6], 20)]
-    assert (graphs.stats.prompts_eager, graphs.stats.prompts) == (2, 0)
-    assert graphs.stats.replays
 
 
 @pytest.mark.parametrize("support", [GraphSupport.UNIFORM_1, GraphSupport.UNIFORM_K])

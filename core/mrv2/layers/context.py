@@ -27,7 +27,7 @@ class NativeContext:
             cache of an adapter's own its tensors by name.
         group_of: KV group of each of them.
         backend: runs attention; one per runner.
-        prompt_lens: [num_reqs] int32, prompt length of each request in batch order, any value for padding. Read
+        prompt_lens: gives [num_reqs] int32, prompt length of each request in batch order, any value for padding. Asked
             only by rotary types that depend on a request's length; None: the step's own `seq_lens` count, which
             is the same thing unless a prompt is computed in chunks or resumed.
         one_token: what runs fused layers when the step is a single token; None: they run as always.
@@ -42,7 +42,7 @@ class NativeContext:
         caches: Mapping[str, BoundCache],
         group_of: Mapping[str, str],
         backend: AttentionBackend,
-        prompt_lens: Tensor | None = None,
+        prompt_lens: Callable[[], Tensor] | None = None,
         one_token: OneToken | None = None,
     ) -> None:
         self._attn = attn
@@ -140,4 +140,4 @@ class NativeContext:
         if self._prompt_lens is None:
             return meta.seq_lens[i]
         so_far = meta.computed[i] + token - meta.query_start_loc[i] + 1
-        return torch.maximum(self._prompt_lens[i], so_far)
+        return torch.maximum(self._prompt_lens()[i], so_far)

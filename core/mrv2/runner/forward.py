@@ -67,36 +67,39 @@ class ForwardPass:
 
     def hidden(self, view: StepView) -> Tensor:
         """Run the model; [num_tokens, hidden]."""
-        self.state.before_forward(view)
-        metadata = self.metadata(view)
+        ctx = self._context(view)
         inputs = self.state.prepare_inputs(view)
-        hidden: Tensor = self.model(view.input_ids, view.positions, self._context(view, metadata), **inputs)
+        hidden: Tensor = self.model(view.input_ids, view.positions, ctx, **inputs)
         return hidden
 
     def compile_layers(self, view: StepView) -> None:
         """Have the kernels compiled that the model's layers launch in a step like this; nothing else happens."""
-        self.state.before_forward(view)
-        ctx = self._context(view, self.metadata(view))
+        ctx = self._context(view)
         with only_compiling():
             run_each_kind(self.model, view.positions, ctx)
 
-    def _context(self, view: StepView, metadata: AttnMetadata) -> NativeContext:
+    def _context(self, view: StepView) -> NativeContext:
+        self.state.before_forward(view)
         return NativeContext(
-            attn=metadata,
+            attn=self.metadata(view),
             caches=self._caches,
             group_of=self._group_of,
             backend=self._backend,
             one_token=self._one_token,
-            prompt_lens=view.table.prompt_len[view.rows.clamp(min=0).long()],
+            prompt_lens=lambda: view.table.prompt_len[view.rows.clamp(min=0).long()],
         )
 
     def logits(self, hidden: Tensor, view: StepView) -> Tensor:
         """Logits of each request's last token, [num_reqs, vocab] in the model's dtype."""
-        head: nn.Module = self.model.lm_head  # type: ignore[assignment]
-        logits: Tensor = head(hidden[view.logits_indices])
+        logits: Tensor = self.model.lm_head(_last(hidden, view))  # type: ignore[operator]
         return logits
 
     def greedy(self, hidden: Tensor, view: StepView) -> Tensor | None:
         """The most likely next tokens, [num_reqs] int64, where the head has them without all logits."""
         greedy: Callable[[Tensor], Tensor | None] | None = getattr(self.model.lm_head, "greedy", None)
-        return None if greedy is None or view.num_reqs > 1 else greedy(hidden[view.logits_indices])
+        return None if greedy is None or view.num_reqs > 1 else greedy(_last(hidden, view))
+
+
+def _last(hidden: Tensor, view: StepView) -> Tensor:
+    """Hidden states of each request's last token, [num_reqs, hidden]: of decodes, as they are."""
+    return hidden[: view.num_reqs] if view.num_decodes == view.num_reqs else hidden[view.logits_indices]

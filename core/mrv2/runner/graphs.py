@@ -215,7 +215,7 @@ class StepGraphs:
             self.stats.prompts += 1
             return replay
         self.stats.prompts_eager += 1
-        if isinstance(key, str) or sampler is None or key in self._met:
+        if isinstance(key, str) or sampler is None or key in self._met or key in self._no_room:
             return None  # without a tier, hidden states of all tokens would have to be kept
         self._met.add(key)
         self._wanted.appendleft(key)

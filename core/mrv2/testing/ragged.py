@@ -131,7 +131,7 @@ class RaggedBatch:
             group_of={name: group.name for group in self.groups for name in group.layers},
             backend=self.backend,
             one_token=self.one_token,
-            prompt_lens=self._int32([len(r.token_ids) for r, _ in step] + [0] * padding),
+            prompt_lens=lambda: self._int32([len(r.token_ids) for r, _ in step] + [0] * padding),
         )
         hidden = self.model(self._int32(ids), torch.tensor(positions, device=self.device), ctx)
         for (request, n), rows in zip(step, hidden[: sum(lens)].split(lens), strict=True):

@@ -114,7 +114,7 @@ def _stage_step(bench: Bench, step: Sequence[tuple[Fed, int]]) -> None:
             caches=forward._caches,
             group_of=forward._group_of,
             backend=forward._backend,
-            prompt_lens=view.table.prompt_len[view.rows.clamp(min=0).long()],
+            prompt_lens=lambda: view.table.prompt_len[view.rows.clamp(min=0).long()],
         )
         ctx.is_last, ctx.carried = is_last, out
         try:
